@@ -8,7 +8,7 @@
 #   PREFIX_PORTABLE  all of them
 #   PREFIX_CLUSTER   those with thread block clusters, 90 and up
 #   PREFIX_HOPPER    90a if 90 is among them: wgmma and setmaxnreg are Hopper's own instructions
-# An empty group is not built. The library names every kernel's own list (DSV4_BUILT_FOR in common/built_for.h), so that a
+# An empty group is not built. The library names every kernel's own list (common/registry.h), so that a
 # device without code is found before a launch. No PTX: what runs is what was compiled and can be tested.
 function(dsv4_architectures asked supported prefix)
   set(portable)

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import warnings
+from typing import NamedTuple
 
 import jax
 
@@ -22,12 +24,14 @@ from .errors import ImplementationError, PerformanceWarning
 from .libraries import cuda_path, open_cpu, open_cuda
 
 __all__ = [
+    "Handler",
     "built_for",
     "code_problem",
     "cpu_problem",
     "cpu_target",
     "cuda_problem",
     "cuda_target",
+    "handlers",
     "load_cpu",
     "load_cuda",
     "warn_without_cuda",
@@ -51,15 +55,54 @@ def load_cpu() -> ctypes.CDLL:
     return open_cpu()
 
 
+class _Handler(ctypes.Structure):
+    """`dsv4::Handler` of csrc/common/registry.h."""
+
+
+_Handler._fields_ = (
+    ("op", ctypes.c_char_p),
+    ("target", ctypes.c_char_p),
+    ("call", ctypes.c_void_p),
+    ("built_for", ctypes.POINTER(ctypes.c_int)),
+    ("next", ctypes.POINTER(_Handler)),
+)
+
+
+class Handler(NamedTuple):
+    """A handler of a library, which is an XLA FFI target.
+
+    Attributes:
+        op: whose code it is; several handlers may be of one op.
+        address: of the C function.
+        built_for: the compute capabilities ("8.0", "9.0", ...) that its kernels are compiled for; none: a CPU twin.
+    """
+
+    op: str
+    address: int
+    built_for: tuple[str, ...]
+
+
+@functools.cache
+def handlers(library: ctypes.CDLL) -> dict[str, Handler]:
+    """All handlers of a library by target: they enter themselves into its list (csrc/common/registry.h)."""
+    first = library.dsv4_handlers
+    first.restype = ctypes.POINTER(_Handler)
+    found, entry = {}, first()
+    while entry:
+        handler = entry.contents
+        codes = itertools.takewhile(bool, (handler.built_for[i] for i in itertools.count()))  # as __CUDA_ARCH__
+        built_for = tuple(f"{code // 100}.{code % 100 // 10}" for code in codes)
+        found[handler.target.decode()] = Handler(handler.op.decode(), handler.call, built_for)
+        entry = handler.next
+    return found
+
+
 @functools.cache
 def _register(platform: str, library: ctypes.CDLL, target: str) -> str:
-    """Registers the handler of a target with XLA, once. That of dsv4_top_k is exported as Dsv4TopK."""
-    symbol = target.title().replace("_", "")
-    try:
-        handler = getattr(library, symbol)
-    except AttributeError as error:
-        raise ImplementationError(f"the {platform.upper()} library has no {symbol}: {error}") from error
-    jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(handler), platform=platform)
+    """Registers the handler of a target with XLA, once."""
+    if (handler := handlers(library).get(target)) is None:
+        raise ImplementationError(f"the {platform.upper()} library has no handler {target}")
+    jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(handler.address), platform=platform)
     return target
 
 
@@ -69,20 +112,7 @@ def built_for(op: str) -> tuple[str, ...]:
     Raises:
         ImplementationError: as `load_cuda`.
     """
-    return _built_for(load_cuda(), op)
-
-
-def _built_for(library: ctypes.CDLL, op: str) -> tuple[str, ...]:
-    try:
-        codes = (ctypes.c_int * 64).in_dll(library, f"dsv4_{op}_built_for")
-    except ValueError:
-        return ()
-    found = []
-    for code in codes:  # as __CUDA_ARCH__, ends with 0; csrc/common/built_for.h
-        if code == 0:
-            break
-        found.append(f"{code // 100}.{code % 100 // 10}")
-    return tuple(found)
+    return next((handler.built_for for handler in handlers(load_cuda()).values() if handler.op == op), ())
 
 
 def _runs_on(capability: str, built: tuple[str, ...]) -> bool:
@@ -103,7 +133,7 @@ def cuda_problem(op: str | None = None) -> str | None:
     """Why the CUDA kernel of an op cannot be used in this process, None if it can.
 
     Args:
-        op: the name of its source in csrc/; None: the library as a whole, whatever the devices.
+        op: as its handlers in csrc/ name it; None: the library as a whole, whatever the devices.
     """
     try:
         load_cuda()
@@ -156,7 +186,7 @@ def cuda_target(op: str, target: str) -> str:
     """The name of an FFI target of the CUDA library, registered with XLA.
 
     Args:
-        op: the name of its source in csrc/.
+        op: as its handlers in csrc/ name it.
         target: such as "dsv4_attend".
 
     Raises:

@@ -6,7 +6,7 @@ Both are optional, built from `csrc/`, and have no Python ABI (ctypes loads them
 2. `built_folder()`, where `dsv4-jax build` puts it: for an installed package a folder of the user's cache,
 3. `dsv4_jax/native/`, where a wheel brings it; for a source checkout 2 and 3 are the same.
 
-A library says from which sources it was built (`csrc/common/built_from.cc`). One built from others than this package's is
+A library says from which sources it was built (`csrc/common/library.cc`). One built from others than this package's is
 refused before anything in it is called.
 """
 

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 
 import jax
 import pytest
@@ -41,9 +42,22 @@ def load_cpu() -> None:
 _FOLDERS: list[tempfile.TemporaryDirectory] = []
 
 
-def fake_cuda(path: pathlib.Path, source: str = "", *, digest: str | None = None, version: int = 12080) -> pathlib.Path:
-    """A library at `path` that says it was built from these sources (or `digest`), with what `source` (C) adds."""
+def fake_cuda(
+    path: pathlib.Path, built: Mapping[str, str] | None = None, *, digest: str | None = None, version: int = 12080
+) -> pathlib.Path:
+    """A library at `path` that says it was built from these sources (or `digest`).
+
+    It has handlers that cannot be called. `built`: target -> op and architectures, such as "swap 800, 900".
+    """
     digest = libraries.source_digest("CUDA") if digest is None else digest
+    source = "typedef struct H { const char *op, *target; void* call; const int* built; const struct H* next; } H;\n"
+    last = "0"
+    for target, entry in (built or {}).items():
+        op, _, codes = entry.partition(" ")
+        source += f"int {target}_built[] = {{{codes}, 0}};\n"
+        source += f'H {target} = {{"{op}", "{target}", {target}_built, {target}_built, {last}}};\n'
+        last = f"&{target}"
+    source += f"const H* dsv4_handlers(void) {{ return {last}; }}\n"
     source += f'const char* dsv4_source_digest(void) {{ return "{digest}"; }}\n'
     source += f"int dsv4_cuda_version(void) {{ return {version}; }}\n"
     subprocess.run(["gcc", "-shared", "-fPIC", "-x", "c", "-o", path, "-"], input=source, text=True, check=True)

@@ -7,9 +7,9 @@
 
 namespace dsv4 {
 
-constexpr int kMostRuns = kMaxCluster;  // of a token
-constexpr int kRowsStages = 3;          // tiles, or a token's queries, in shared memory
-constexpr int kHeldSteps = 24;          // of the queries' products, whose part of the queries is in registers
+constexpr int kMaxRuns = kMaxCluster;  // of a token
+constexpr int kRowsStages = 3;         // tiles, or a token's queries, in shared memory
+constexpr int kHeldSteps = 24;         // of the queries' products, whose part of the queries is in registers
 constexpr int kHeldBlocks = kHeldSteps * kMmaDepth / kBlockColumns;
 // Four warpgroups: two sum values, one weighs keys, one copies rows.
 constexpr int kSumThreads = 2 * kWarpgroup, kRowsThreads = kSumThreads + 2 * kWarpgroup;
@@ -42,10 +42,10 @@ struct RowsShared {
   alignas(1024) uint8_t keys[kRowsStages][kKeyBlocks * kBlockBytes];
   alignas(1024) uint8_t queries[(kKeyBlocks - kHeldBlocks) * kBlockBytes];  // those that are not in registers
   alignas(1024) uint8_t weights[kBlockBytes];                               // P, bf16
-  float keep[kHeads];                  // factor by which a tile shrinks the sums before it
-  float2 stats[kMostRuns][kHeads];     // (top, total) of a token's runs
-  float2 share[kMostRuns][kHeads];     // by which their sums enter the output: columns below 256, the others
-  uint8_t unit[kMostRuns][kHeads][2];  // of the sums: exponent of what 256 columns of a row are counted in
+  float keep[kHeads];                 // factor by which a tile shrinks the sums before it
+  float2 stats[kMaxRuns][kHeads];     // (top, total) of a token's runs
+  float2 share[kMaxRuns][kHeads];     // by which their sums enter the output: columns below 256, the others
+  uint8_t unit[kMaxRuns][kHeads][2];  // of the sums: exponent of what 256 columns of a row are counted in
   alignas(8) uint8_t visible[kRowsStages][kTile / 8];  // eight keys a byte
   uint64_t full[kRowsStages], empty[kRowsStages], weighed, summed;
 };

@@ -8,10 +8,10 @@
 
 namespace dsv4 {
 
-constexpr int kSumBytes = kDim * sizeof(__half);                                 // of a row of sums
-constexpr uint32_t kUnitField = kBias + 14 + kBias, kMostField = 2 * kBias - 1;  // exponent fields
-constexpr int kChunk = kChunkBytes / sizeof(__half);                             // sums that a thread merges at once
-constexpr int kMergers = kThreads / kHeads;                                      // threads of a row
+constexpr int kSumBytes = kDim * sizeof(__half);                                // of a row of sums
+constexpr uint32_t kUnitField = kBias + 14 + kBias, kMaxField = 2 * kBias - 1;  // exponent fields
+constexpr int kChunk = kChunkBytes / sizeof(__half);                            // sums that a thread merges at once
+constexpr int kMergers = kThreads / kHeads;                                     // threads of a row
 constexpr uint32_t kByte = 0xFF;
 static_assert(kMergers >= kMaxCluster, "a lane a run");
 
@@ -25,7 +25,7 @@ __device__ __forceinline__ uint32_t unit_exponent(const Sums& o, int half) {
     most = fmaxf(most, fmaxf(fabsf(x[0]), fabsf(x[1])));
   }
   // Of 2^14 / most, biased; both normal.
-  return min(kUnitField - (__float_as_uint(row_max(most)) >> kFloatMantissa), kMostField);
+  return min(kUnitField - (__float_as_uint(row_max(most)) >> kFloatMantissa), kMaxField);
 }
 
 // Leaves a run's sums in shared memory for `add_runs`, as halves: the 256 columns of a row in units of their own, such

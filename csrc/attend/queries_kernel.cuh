@@ -38,7 +38,7 @@ __device__ __forceinline__ void round_trip_fp4(Float4& v) {
   for (int distance = 1; distance < kFp4Threads; distance *= 2) {
     most = max_nan(most, __shfl_xor_sync(kAllLanes, most, distance));
   }
-  const int k = scale_exponent(fmaxf(fminf(most, kMostFloat), kFp4Floor), kE2m1Limit);
+  const int k = scale_exponent(fmaxf(fminf(most, kMaxFloat), kFp4Floor), kE2m1Limit);
   const float scale = power_of_two(k), inverse = power_of_two(-k);
 #pragma unroll
   for (int i = 0; i < kOwn; ++i) {

@@ -6,7 +6,7 @@
 namespace dsv4 {
 
 constexpr int kWideThreads = 4 * kWarpgroup, kWideWarps = kWideThreads / kLanes;
-constexpr int kMostUnits = 65535;              // tokens x blocks of heads: of a grid's last two dimensions
+constexpr int kMaxUnits = 65535;               // tokens x blocks of heads: of a grid's last two dimensions
 constexpr int kStepKeys = kMmaDepth;           // keys of a step: of one product with the values
 constexpr int kTileSteps = kTile / kStepKeys;  // of a tile
 constexpr int kOwnSteps = 5;                   // that a block scores in a round, at most: of two tiles

@@ -107,7 +107,7 @@ __device__ __forceinline__ void finish_slice(const AttendArgs& args, WideShared<
   uint32_t words[kSliceWords], units = 0;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const uint32_t exponent = min(kUnitField - (__float_as_uint(most[half]) >> kFloatMantissa), kMostField);
+    const uint32_t exponent = min(kUnitField - (__float_as_uint(most[half]) >> kFloatMantissa), kMaxField);
     const float factor = of_exponent_field(exponent);
     units |= (2 * kBias - exponent) << 8 * half;
 #pragma unroll

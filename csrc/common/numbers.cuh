@@ -11,7 +11,7 @@ constexpr uint32_t kMantissaMask = (1u << kFloatMantissa) - 1;
 constexpr int kE4m3Bits = 8, kE2m1Bits = 4;
 constexpr uint32_t kFloatNaN = 0x7FC00000, kBf16NaN = 0x7FC0, kE4m3NaN = 0x7F, kUe8m0NaN = 0xFF;
 constexpr float kInf = __builtin_huge_valf();
-constexpr float kMostFloat = 3.402823466e38f, kLeastNormal = 0x1p-126f;
+constexpr float kMaxFloat = 3.402823466e38f, kLeastNormal = 0x1p-126f;
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
 // The power of two whose exponent field is `field`.
@@ -38,7 +38,7 @@ __device__ __forceinline__ int scale_exponent(float amax, Limit limit) {
 }
 
 // Codes 0 to 7 of e2m1 stand for 0, .5, 1, 1.5, 2, 3, 4, 6; 8 is the sign. Halfway goes to the even code.
-constexpr float kE2m1Most = 6;
+constexpr float kE2m1Max = 6;
 constexpr uint32_t kE2m1Sign = 8;
 // Magnitude of x * factor, subnormal x as zero, beside the binade in which its steps are counted: steps are of 2^(e -
 // 1) for 2^e <= m, but no smaller ones than 0.5.
@@ -50,7 +50,7 @@ __device__ __forceinline__ E2m1Steps e2m1_steps(float x, float factor) {
   constexpr uint32_t kOne = kBias << kFloatMantissa;
   float m;
   asm("mul.ftz.f32 %0, %1, %2;" : "=f"(m) : "f"(fabsf(x)), "f"(factor));
-  m = fminf(m, kE2m1Most);
+  m = fminf(m, kE2m1Max);
   return {m, max(__float_as_uint(m) & ~kMantissaMask, kOne)};
 }
 // A number so large that a sum of it and m is rounded to a step; the sum's last bits count them.

@@ -1,10 +1,9 @@
-// Reading the operands of handlers that take a variable number of them.
+// Reading the operands and results of handlers that take a variable number of them.
 #pragma once
 
 #include <string>
 
-#include "common/alignment.h"
-#include "rows/emit.cuh"
+#include "common/handler.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace dsv4 {
@@ -69,33 +68,40 @@ class Operands {
   int64_t rows_ = 0, width_ = 0;
 };
 
-// What the epilogue of rows of `channels` needs beside them.
-inline void read_epilogue(Operands& operands, EpilogueArgs& args, int channels, int64_t tokens) {
-  args.norm = operands.next<float>(xla::ffi::F32, channels);
-  args.cosine = operands.next<float>(xla::ffi::F32, kRopePairs, tokens);
-  args.sine = operands.next<float>(xla::ffi::F32, kRopePairs, tokens);
-}
-
-// The parts of a pool of rows of this format, of equally many rows.
-inline RowPool read_pool(Operands& operands, int format) {
-  namespace ffi = xla::ffi;
-  RowPool pool = {};
-  pool.format = format;
-  if (format == static_cast<int>(Format::kFp8)) {
-    pool.codes = operands.next<uint8_t>(ffi::U8, kNope);
-    pool.rows = operands.rows();
-    pool.rope = operands.next<uint16_t>(ffi::U16, kRope, pool.rows);
-    pool.scale = operands.next(ffi::U8, kScales, pool.rows);
-  } else if (format == static_cast<int>(Format::kIndexFp4)) {
-    pool.codes = operands.next<uint8_t>(ffi::U8, kFp4Bytes);
-    pool.rows = operands.rows();
-    pool.scale = operands.next(ffi::U8, kFp4Scales, pool.rows);
-  } else {
-    pool.codes = operands.next<uint8_t>(ffi::U8, kIndexDim);
-    pool.rows = operands.rows();
-    pool.scale = operands.next(ffi::F32, 1, pool.rows);
+// Reads the results that follow each other in the same way.
+class Results {
+ public:
+  explicit Results(xla::ffi::RemainingRets results) : results_(results) {}
+  // The next result, a matrix of this type and width, of `rows` to `max_rows` rows.
+  void* next(xla::ffi::DataType type, int64_t width, int64_t rows, int64_t max_rows) {
+    auto buffer = results_.get<xla::ffi::AnyBuffer>(index_++);
+    if (!buffer.has_value()) return fail();
+    const auto sizes = (*buffer)->dimensions();
+    if ((*buffer)->element_type() != type || sizes.size() != 2 || sizes[0] < rows || sizes[0] > max_rows ||
+        sizes[1] != width)
+      return fail();
+    rows_ = sizes[0];
+    return (*buffer)->untyped_data();
   }
-  return pool;
-}
+  template <typename T>
+  T* next(xla::ffi::DataType type, int64_t width, int64_t rows) {
+    return static_cast<T*>(next(type, width, rows, rows));
+  }
+  int64_t rows() const { return rows_; }  // of the result read last
+  bool good() const { return wrong_ < 0 && index_ == results_.size(); }
+  std::string problem() const {
+    return wrong_ < 0 ? "too many results" : "result " + std::to_string(wrong_) + " has another type or shape";
+  }
+
+ private:
+  void* fail() {
+    if (wrong_ < 0) wrong_ = static_cast<int>(index_) - 1;
+    return nullptr;
+  }
+  xla::ffi::RemainingRets results_;
+  size_t index_ = 0;
+  int wrong_ = -1;
+  int64_t rows_ = 0;
+};
 
 }  // namespace dsv4

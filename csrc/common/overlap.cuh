@@ -58,6 +58,16 @@ cudaError_t start(Kernel kernel, const Launch& launch, bool early, cudaStream_t 
   return cudaLaunchKernelEx(&config, kernel, args...);
 }
 
+// Launches a kernel that takes each element by itself: a row of blocks for every row, of threads with `own` columns
+// each.
+template <typename Kernel, typename Args>
+cudaError_t start_rows(Kernel kernel, int64_t rows, int64_t columns, int threads, int own, cudaStream_t stream,
+                       const Args& args) {
+  const int64_t block = int64_t{threads} * own;
+  const dim3 grid(static_cast<unsigned>(rows), static_cast<unsigned>((columns + block - 1) / block));
+  return start(kernel, {grid, threads}, follows, stream, args);
+}
+
 #ifdef __CUDACC__
 __device__ __forceinline__ void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900

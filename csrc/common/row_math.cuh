@@ -154,7 +154,7 @@ template <int kThreads>
 __device__ __forceinline__ float group_max(const Float4& v, float floor) {
   float most = floor;
 #pragma unroll
-  for (int i = 0; i < kOwn; ++i) most = fmaxf(most, v.x[i] != v.x[i] ? 0.f : fminf(fabsf(v.x[i]), kMostFloat));
+  for (int i = 0; i < kOwn; ++i) most = fmaxf(most, v.x[i] != v.x[i] ? 0.f : fminf(fabsf(v.x[i]), kMaxFloat));
 #pragma unroll
   for (int d = kThreads / 2; d > 0; d /= 2) most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, d));
   return most;
@@ -174,7 +174,7 @@ __device__ __forceinline__ uint32_t e4m3_codes(const Float4& v, float factor) {
 
 // FP4: the threads that share a scale, and its least amax.
 constexpr int kFp4Threads = kFp4Group / kOwn;
-constexpr float kFp4Floor = kE2m1Most * kLeastNormal;
+constexpr float kFp4Floor = kE2m1Max * kLeastNormal;
 
 __device__ __forceinline__ uint16_t bf16_code(float x) {
   const __nv_bfloat16 y = __float2bfloat16_rn(x);

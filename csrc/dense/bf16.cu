@@ -7,13 +7,9 @@
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
-#include <string>
-
-#include "common/alignment.h"
-#include "common/built_for.h"
+#include "common/handler.h"
 #include "common/lanes.cuh"
 #include "common/overlap.cuh"
-#include "xla/ffi/api/ffi.h"
 
 namespace dsv4 {
 
@@ -97,22 +93,20 @@ __global__ void __launch_bounds__(kWarps* kLanes) dense_bf16_kernel(const __grid
   }
 }
 
-}  // namespace dsv4
-
 namespace {
 
 namespace ffi = xla::ffi;
 
-template <int kWarps = dsv4::kGateWarps>
-cudaError_t launch_with(const dsv4::DenseBf16Args& args, cudaStream_t stream) {
-  constexpr int kFewest = dsv4::kGateCells / dsv4::kLanes;
+template <int kWarps = kGateWarps>
+cudaError_t launch_with(const DenseBf16Args& args, cudaStream_t stream) {
+  constexpr int kFewest = kGateCells / kLanes;
   if constexpr (kWarps > kFewest) {
-    if (args.columns != kWarps * dsv4::kGateColumns) return launch_with<kWarps - 2>(args, stream);
+    if (args.columns != kWarps * kGateColumns) return launch_with<kWarps - 2>(args, stream);
   }
-  if (args.columns != kWarps * dsv4::kGateColumns) return cudaErrorInvalidValue;
-  constexpr int kTokens = dsv4::kGateTiles * dsv4::kGateTokens;
-  const dim3 grid(args.rows / dsv4::kGateRows, (args.tokens + kTokens - 1) / kTokens);
-  return dsv4::start(dsv4::dense_bf16_kernel<kWarps>, {grid, kWarps * dsv4::kLanes}, dsv4::follows, stream, args);
+  if (args.columns != kWarps * kGateColumns) return cudaErrorInvalidValue;
+  constexpr int kTokens = kGateTiles * kGateTokens;
+  const dim3 grid(args.rows / kGateRows, (args.tokens + kTokens - 1) / kTokens);
+  return start(dense_bf16_kernel<kWarps>, {grid, kWarps * kLanes}, follows, stream, args);
 }
 
 using Matrix = ffi::Buffer<ffi::BF16, 2>;
@@ -120,33 +114,31 @@ using Products = ffi::Buffer<ffi::F32, 2>;
 
 ffi::Error dense_bf16(cudaStream_t stream, Matrix x, Matrix weights, ffi::Result<Products> out) {
   const int64_t tokens = x.dimensions()[0], columns = x.dimensions()[1], rows = weights.dimensions()[0];
-  constexpr int64_t kMostTokens = 1 << 21;  // the grid's second axis
-  if (weights.dimensions()[1] != columns || rows % dsv4::kGateRows != 0 || rows > INT32_MAX || tokens > kMostTokens ||
-      out->dimensions()[0] != tokens || out->dimensions()[1] != rows) {
-    return ffi::Error::InvalidArgument("dense_bf16: weights' rows in eights, at most 2^21 tokens; shapes must agree");
-  }
+  constexpr int64_t kMaxTokens = 1 << 21;  // the grid's second axis
+  constexpr int64_t kStep = 2 * kGateColumns, kLeast = kGateCells / kLanes * kGateColumns,
+                    kMost = kGateWarps * kGateColumns;
+  if (const ffi::Error error = check(
+          "dense_bf16",
+          {{"x", x, {tokens, columns}},
+           {"weights", weights, {rows, columns}},
+           {"out", *out, {tokens, rows}, kElements}},
+          {{rows % kGateRows == 0 && rows <= INT32_MAX, "weights must have rows in eights"},
+           {columns % kStep == 0 && columns >= kLeast && columns <= kMost, "2048 to 8192 columns in steps of 1024"},
+           {tokens <= kMaxTokens, "more than 2^21 tokens"}});
+      error.failure())
+    return error;
   if (tokens == 0 || rows == 0) return ffi::Error::Success();
-  const dsv4::DenseBf16Args args = {reinterpret_cast<const __nv_bfloat16*>(x.untyped_data()),
-                                    reinterpret_cast<const __nv_bfloat16*>(weights.untyped_data()),
-                                    out->typed_data(),
-                                    static_cast<int>(tokens),
-                                    static_cast<int>(rows),
-                                    static_cast<int>(columns)};
-  if (const std::string problem = dsv4::misaligned("dense_bf16", {{"x", args.x}, {"weights", args.weights}});
-      !problem.empty())
-    return ffi::Error::InvalidArgument(problem);
-  const cudaError_t error = launch_with(args, stream);
-  if (error == cudaErrorInvalidValue)
-    return ffi::Error::InvalidArgument("dense_bf16: 2048 to 8192 columns in steps of 1024");
-  if (error != cudaSuccess) return ffi::Error::Internal(std::string("dense_bf16: ") + cudaGetErrorString(error));
-  return ffi::Error::Success();
+  const DenseBf16Args args = {reinterpret_cast<const __nv_bfloat16*>(x.untyped_data()),
+                              reinterpret_cast<const __nv_bfloat16*>(weights.untyped_data()),
+                              out->typed_data(),
+                              static_cast<int>(tokens),
+                              static_cast<int>(rows),
+                              static_cast<int>(columns)};
+  return launched("dense_bf16", launch_with(args, stream));
 }
 
 }  // namespace
 
-DSV4_BUILT_FOR(dense_bf16);
+DSV4_HANDLER(dense_bf16, dsv4_dense_bf16, dense_bf16, on_stream().Arg<Matrix>().Arg<Matrix>().Ret<Products>());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    Dsv4DenseBf16, dense_bf16,
-    ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Arg<Matrix>().Arg<Matrix>().Ret<Products>(),
-    {ffi::Traits::kCmdBufferCompatible});
+}  // namespace dsv4

@@ -13,9 +13,8 @@
 #include <string>
 #include <vector>
 
-#include "common/built_for.h"
+#include "common/handler.h"
 #include "exchange/kernel.cuh"
-#include "xla/ffi/api/ffi.h"
 
 namespace dsv4 {
 
@@ -219,8 +218,6 @@ OpenExchanges& exchanges() {
   return *all;
 }
 
-}  // namespace dsv4
-
 namespace {
 
 namespace ffi = xla::ffi;
@@ -229,18 +226,18 @@ namespace ffi = xla::ffi;
 constexpr int kGather = 0, kSumToOwner = 1;
 
 ffi::Error exchange(cudaStream_t stream, int32_t device, ffi::RemainingArgs operands, ffi::RemainingRets results,
-                    int64_t number, int32_t channel, int32_t kind, ffi::Span<const int64_t> runs) {
-  const auto found = dsv4::exchanges().find(number);
-  if (found == nullptr) return ffi::Error::InvalidArgument("exchange: its buffers are closed");
-  if (operands.size() == 0 || operands.size() > dsv4::kExchangeParts || operands.size() != results.size() ||
+                    int32_t number, int32_t channel, int32_t kind, ffi::Span<const int64_t> runs) {
+  const auto found = exchanges().find(number);
+  if (found == nullptr) return refusal("exchange", "its buffers are closed");
+  if (operands.size() == 0 || operands.size() > kExchangeParts || operands.size() != results.size() ||
       operands.size() != runs.size())
-    return ffi::Error::InvalidArgument("exchange: 1 to 4 operands, as many results and runs");
-  dsv4::ExchangeArgs args = {};
+    return refusal("exchange", "1 to 4 operands, as many results and runs");
+  ExchangeArgs args = {};
   const size_t ranks = found->ranks();
   for (size_t i = 0; i < operands.size(); ++i) {
     const auto in = operands.get<ffi::AnyBuffer>(i);
     const auto result = results.get<ffi::AnyBuffer>(i);
-    if (!in.has_value() || !result.has_value()) return ffi::Error::InvalidArgument("exchange: no such operand");
+    if (!in.has_value() || !result.has_value()) return refusal("exchange", "no such operand");
     ffi::Result<ffi::AnyBuffer> out = *result;
     const size_t given = in->size_bytes(), made = out->size_bytes();
     const size_t bytes = kind == kSumToOwner ? made : given;
@@ -250,17 +247,16 @@ ffi::Error exchange(cudaStream_t stream, int32_t device, ffi::RemainingArgs oper
     const bool summed = kind == kGather || in->element_type() == ffi::F32;
     if (!fits || !summed || in->element_type() != out->element_type() || bytes == 0 || bytes > UINT32_MAX / 2 ||
         bytes % 2 != 0 || runs[i] <= 0 || bytes % runs[i] != 0)
-      return ffi::Error::InvalidArgument("exchange: shapes or types do not agree");
-    dsv4::ExchangePart& part = args.parts[args.num_parts++];
+      return refusal("exchange", "shapes or types do not agree");
+    ExchangePart& part = args.parts[args.num_parts++];
     part.in = static_cast<const uint8_t*>(in->untyped_data());
     part.out = static_cast<uint8_t*>(out->untyped_data());
     part.stride = kind == kSumToOwner ? static_cast<int64_t>(bytes) : 0;
     part.bytes = static_cast<uint32_t>(bytes);
     part.run = static_cast<uint32_t>(runs[i]);
     part.first_word = args.words;
-    if (part.run != part.bytes && part.run % dsv4::kExchangeWord != 0)
-      return ffi::Error::InvalidArgument("exchange: runs are whole words");
-    args.words += static_cast<uint32_t>((bytes + dsv4::kExchangeWord - 1) / dsv4::kExchangeWord);
+    if (part.run != part.bytes && part.run % kExchangeWord != 0) return refusal("exchange", "runs are whole words");
+    args.words += static_cast<uint32_t>((bytes + kExchangeWord - 1) / kExchangeWord);
   }
   const std::string problem = found->launch(args, device, channel, kind != kGather, stream);
   return problem.empty() ? ffi::Error::Success() : ffi::Error::Internal("exchange: " + problem);
@@ -268,19 +264,15 @@ ffi::Error exchange(cudaStream_t stream, int32_t device, ffi::RemainingArgs oper
 
 }  // namespace
 
-DSV4_BUILT_FOR(exchange);
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4Exchange, exchange,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Ctx<ffi::DeviceOrdinal>()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attr<int64_t>("exchange")
-                                  .Attr<int32_t>("channel")
-                                  .Attr<int32_t>("kind")
-                                  .Attr<ffi::Span<const int64_t>>("runs"),
-                              {ffi::Traits::kCmdBufferCompatible});
+DSV4_HANDLER(exchange, dsv4_exchange, exchange,
+             on_stream()
+                 .Ctx<ffi::DeviceOrdinal>()
+                 .RemainingArgs()
+                 .RemainingRets()
+                 .Attr<int32_t>("exchange")
+                 .Attr<int32_t>("channel")
+                 .Attr<int32_t>("kind")
+                 .Attr<ffi::Span<const int64_t>>("runs"));
 
 // Its number; or -1, and why in `problem` (of `length` bytes). `devices`: [groups, ranks].
 extern "C" int64_t dsv4_exchange_open(const int32_t* devices, int groups, int ranks, int channels, int64_t slot_bytes,
@@ -289,25 +281,27 @@ extern "C" int64_t dsv4_exchange_open(const int32_t* devices, int groups, int ra
     std::snprintf(problem, length, "%s", why.c_str());
     return int64_t{-1};
   };
-  if (groups < 1 || ranks < 2 || ranks > dsv4::kExchangeRanks || channels < 1 || channels > 256 || slot_bytes < 256 ||
+  if (groups < 1 || ranks < 2 || ranks > kExchangeRanks || channels < 1 || channels > 256 || slot_bytes < 256 ||
       slot_bytes % 256 != 0 || packet_bytes < 0 || packet_bytes % 256 != 0 || packet_bytes > slot_bytes)
     return wrong("2 to 8 ranks, 1 to 256 channels, and sizes that are multiples of 256 bytes");
-  auto made = std::make_shared<dsv4::Exchange>(devices, groups, ranks, channels, slot_bytes, packet_bytes, limit_ns);
+  auto made = std::make_shared<Exchange>(devices, groups, ranks, channels, slot_bytes, packet_bytes, limit_ns);
   if (const std::string why = made->open(); !why.empty()) return wrong(why);
-  return dsv4::exchanges().add(std::move(made));
+  return exchanges().add(std::move(made));
 }
 
 // The ranks' reports, [groups, ranks]. These return a cudaError_t.
 extern "C" int dsv4_exchange_reports(int64_t number, uint64_t* reports) {
-  const auto found = dsv4::exchanges().find(number);
+  const auto found = exchanges().find(number);
   if (found == nullptr) return cudaErrorInvalidResourceHandle;
   found->copy_reports(reports);
   return cudaSuccess;
 }
 
 extern "C" int dsv4_exchange_reset(int64_t number) {
-  const auto found = dsv4::exchanges().find(number);
+  const auto found = exchanges().find(number);
   return found == nullptr ? cudaErrorInvalidResourceHandle : found->reset();
 }
 
-extern "C" void dsv4_exchange_close(int64_t number) { dsv4::exchanges().remove(number); }
+extern "C" void dsv4_exchange_close(int64_t number) { exchanges().remove(number); }
+
+}  // namespace dsv4

@@ -2,19 +2,19 @@
 // GPU.
 #include "fusion/sequence.h"
 
-extern "C" XLA_FFI_Handler Dsv4SwapOut, Dsv4SwapIn;
-
+namespace dsv4 {
 namespace {
 
 namespace ffi = xla::ffi;
 
-ffi::Error sequence(dsv4::CallContext context, ffi::RemainingArgs operands, ffi::RemainingRets results,
+ffi::Error sequence(CallContext context, ffi::RemainingArgs operands, ffi::RemainingRets results,
                     ffi::Dictionary attributes) {
-  dsv4::OneLane lane;
-  return dsv4::run_sequence({{"dsv4_swap_out", Dsv4SwapOut}, {"dsv4_swap_in", Dsv4SwapIn}}, context, operands, results,
-                            attributes, lane);
+  OneLane lane;
+  return run_sequence(context, operands, results, attributes, lane);
 }
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4Sequence, sequence, dsv4::sequence_binding(xla::ffi::Ffi::Bind()));
+DSV4_HANDLER(sequence, dsv4_sequence, sequence, sequence_binding(ffi::Ffi::Bind()));
+
+}  // namespace dsv4

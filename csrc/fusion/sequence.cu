@@ -4,38 +4,18 @@
 #include <array>
 #include <map>
 
-#include "common/built_for.h"
+#include "common/handler.h"
 #include "common/overlap.cuh"
 #include "fusion/sequence.h"
 
-// Of those left out for lack of a capability there is none.
-#define DSV4_HANDLER(NAME) extern "C" __attribute__((weak)) XLA_FFI_Error* NAME(XLA_FFI_CallFrame*);
-DSV4_HANDLER(Dsv4Append)
-DSV4_HANDLER(Dsv4Attend)
-DSV4_HANDLER(Dsv4AttendRows)
-DSV4_HANDLER(Dsv4CompressCsa)
-DSV4_HANDLER(Dsv4CompressHca)
-DSV4_HANDLER(Dsv4DenseBf16)
-DSV4_HANDLER(Dsv4DenseFp8)
-DSV4_HANDLER(Dsv4DenseStream)
-DSV4_HANDLER(Dsv4EntryRows)
-DSV4_HANDLER(Dsv4FinishQueries)
-DSV4_HANDLER(Dsv4HyperConnection)
-DSV4_HANDLER(Dsv4HyperMixing)
-DSV4_HANDLER(Dsv4IndexScores)
-DSV4_HANDLER(Dsv4Moe)
-DSV4_HANDLER(Dsv4Normalise)
-DSV4_HANDLER(Dsv4Route)
-DSV4_HANDLER(Dsv4Swiglu)
-DSV4_HANDLER(Dsv4TopK)
-
+namespace dsv4 {
 namespace {
 
 namespace ffi = xla::ffi;
 
 // What a thread keeps for the sequences of a device. Lane 0 is XLA's stream.
 struct Kept {
-  std::array<cudaStream_t, dsv4::kLanes> streams = {};
+  std::array<cudaStream_t, kLanes> streams = {};
   std::vector<cudaEvent_t> events;  // one for the start, then two for each call
 };
 
@@ -62,19 +42,19 @@ class Streams {
     mode_ = mode;
   }
   ~Streams() {
-    dsv4::follows = false;
-    dsv4::announced = nullptr;
+    follows = false;
+    announced = nullptr;
     cudaThreadExchangeStreamCaptureMode(&mode_);
   }
 
-  const XLA_FFI_Api* before(int64_t i, const dsv4::CallPlace& place, const XLA_FFI_Api* api) {
+  const XLA_FFI_Api* before(int64_t i, const CallPlace& place, const XLA_FFI_Api* api) {
     if (i == 0) record(event(0), 0);
     if (place.lane > 0 && !used_[place.lane]) open(place.lane, place.waits.size() == 0);
-    const bool beside = place.early == dsv4::kBehindAwaited;
+    const bool beside = place.early == kBehindAwaited;
     for (const int64_t call : place.waits)
       check(cudaStreamWaitEvent(streams_[place.lane], beside ? start_of(call) : end_of(call), 0));
-    dsv4::follows = place.early == dsv4::kBehindLane;
-    dsv4::announced = (place.awaited & dsv4::kStartAwaited) != 0 ? start_of(i) : nullptr;
+    follows = place.early == kBehindLane;
+    announced = (place.awaited & kStartAwaited) != 0 ? start_of(i) : nullptr;
     if (place.lane == 0) return api;
     api_ = *api;
     api_.XLA_FFI_Stream_Get = give_stream;
@@ -82,11 +62,11 @@ class Streams {
     return &api_;
   }
   // An event between two kernels of a stream would keep the second from starting early where nothing is captured.
-  void after(int64_t i, const dsv4::CallPlace& place) {
-    if ((place.awaited & dsv4::kEndAwaited) != 0) record(end_of(i), place.lane);
+  void after(int64_t i, const CallPlace& place) {
+    if ((place.awaited & kEndAwaited) != 0) record(end_of(i), place.lane);
   }
   cudaError_t join() {
-    for (int lane = 1; lane < dsv4::kLanes; ++lane) {
+    for (int lane = 1; lane < kLanes; ++lane) {
       if (!used_[lane]) continue;
       record(event(0), lane);
       check(cudaStreamWaitEvent(streams_[0], event(0), 0));
@@ -118,46 +98,23 @@ class Streams {
   }
 
   Kept* kept_;
-  std::array<cudaStream_t, dsv4::kLanes> streams_;
-  std::array<bool, dsv4::kLanes> used_ = {};
+  std::array<cudaStream_t, kLanes> streams_;
+  std::array<bool, kLanes> used_ = {};
   cudaStreamCaptureMode mode_;
   cudaError_t error_ = cudaSuccess;
   XLA_FFI_Api api_;
 };
 
-ffi::Error sequence(cudaStream_t stream, dsv4::CallContext context, ffi::RemainingArgs operands,
-                    ffi::RemainingRets results, ffi::Dictionary attributes) {
-  static const std::vector<dsv4::Handler> handlers = {
-      {"dsv4_append", Dsv4Append},
-      {"dsv4_attend", Dsv4Attend},
-      {"dsv4_attend_rows", Dsv4AttendRows},
-      {"dsv4_compress_csa", Dsv4CompressCsa},
-      {"dsv4_compress_hca", Dsv4CompressHca},
-      {"dsv4_dense_bf16", Dsv4DenseBf16},
-      {"dsv4_dense_fp8", Dsv4DenseFp8},
-      {"dsv4_dense_stream", Dsv4DenseStream},
-      {"dsv4_entry_rows", Dsv4EntryRows},
-      {"dsv4_finish_queries", Dsv4FinishQueries},
-      {"dsv4_hyper_connection", Dsv4HyperConnection},
-      {"dsv4_hyper_mixing", Dsv4HyperMixing},
-      {"dsv4_index_scores", Dsv4IndexScores},
-      {"dsv4_moe", Dsv4Moe},
-      {"dsv4_normalise", Dsv4Normalise},
-      {"dsv4_route", Dsv4Route},
-      {"dsv4_swiglu", Dsv4Swiglu},
-      {"dsv4_top_k", Dsv4TopK},
-  };
+ffi::Error sequence(cudaStream_t stream, CallContext context, ffi::RemainingArgs operands, ffi::RemainingRets results,
+                    ffi::Dictionary attributes) {
   Streams streams(stream);
-  const ffi::Error error = dsv4::run_sequence(handlers, context, operands, results, attributes, streams);
+  const ffi::Error error = run_sequence(context, operands, results, attributes, streams);
   const cudaError_t joined = streams.join();
-  if (error.failure() || joined == cudaSuccess) return error;
-  return ffi::Error::Internal(std::string("sequence: ") + cudaGetErrorString(joined));
+  return error.failure() ? error : launched("sequence", joined);
 }
 
 }  // namespace
 
-DSV4_BUILT_FOR(sequence);
+DSV4_HANDLER(sequence, dsv4_sequence, sequence, sequence_binding(on_stream()));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4Sequence, sequence,
-                              dsv4::sequence_binding(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()),
-                              {ffi::Traits::kCmdBufferCompatible});
+}  // namespace dsv4

@@ -1,5 +1,5 @@
-// Several calls of handlers as one call of XLA's: each is given its part of the operands and results, and runs when
-// those that it waits for have. dsv4_jax/ops/sequence.py makes such calls; their attributes are
+// Several calls of handlers of the library as one call of XLA's: each is given its part of the operands and results,
+// and runs when those that it waits for have. dsv4_jax/ops/sequence.py makes such calls; their attributes are
 //
 //   targets   names of the handlers, joined by ';'
 //   wiring    numbers. Of each call: its lane; whether it may start early (common/overlap.cuh), 1 behind the one before
@@ -19,14 +19,10 @@
 #include <utility>
 #include <vector>
 
+#include "common/registry.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace dsv4 {
-
-struct Handler {
-  const char* target;
-  XLA_FFI_Handler* call;  // null: the library lacks it
-};
 
 // What XLA gave the sequence, for the frames of its calls.
 struct CallContext {
@@ -43,7 +39,8 @@ struct CallPlace {
   int64_t early, awaited;
   xla::ffi::Span<const int64_t> waits;  // for these calls
 };
-constexpr int64_t kLanes = 4;  // of a sequence, at most
+constexpr char kSequence[] = "dsv4_sequence";  // which is none of its own calls
+constexpr int64_t kLanes = 4;                  // of a sequence, at most
 // Of CallPlace::early, and bits of CallPlace::awaited.
 constexpr int64_t kBehindLane = 1, kBehindAwaited = 2, kEndAwaited = 1, kStartAwaited = 2;
 
@@ -72,6 +69,16 @@ struct AttrDecoding<dsv4::CallAttributes> {
 
 namespace dsv4 {
 
+// What a handler's error says, which ends here.
+inline std::string message_of(const XLA_FFI_Api* api, XLA_FFI_Error* error) {
+  XLA_FFI_Error_GetMessage_Args said = {XLA_FFI_Error_GetMessage_Args_STRUCT_SIZE, nullptr, error};
+  api->XLA_FFI_Error_GetMessage(&said);
+  const std::string message = said.message;
+  XLA_FFI_Error_Destroy_Args destroyed = {XLA_FFI_Error_Destroy_Args_STRUCT_SIZE, nullptr, error};
+  api->XLA_FFI_Error_Destroy(&destroyed);
+  return message;
+}
+
 // Where calls run one after the other: what there is without a GPU.
 struct OneLane {
   const XLA_FFI_Api* before(int64_t, const CallPlace&, const XLA_FFI_Api* api) { return api; }
@@ -80,8 +87,7 @@ struct OneLane {
 
 // Runs the calls. `lanes.before` gives the interface that call i sees, and `lanes.after` follows it.
 template <typename Lanes>
-xla::ffi::Error run_sequence(const std::vector<Handler>& handlers, CallContext context,
-                             xla::ffi::RemainingArgs operands, xla::ffi::RemainingRets results,
+xla::ffi::Error run_sequence(CallContext context, xla::ffi::RemainingArgs operands, xla::ffi::RemainingRets results,
                              xla::ffi::Dictionary attributes, Lanes& lanes) {
   namespace ffi = xla::ffi;
   const auto wrong = [](const std::string& what) { return ffi::Error::InvalidArgument("sequence: " + what); };
@@ -115,11 +121,8 @@ xla::ffi::Error run_sequence(const std::vector<Handler>& handlers, CallContext c
   for (int64_t i = 0; !left.empty(); ++i) {
     const std::string target(left.substr(0, left.find(';')));
     left.remove_prefix(std::min(left.size(), target.size() + 1));
-    XLA_FFI_Handler* handler = nullptr;
-    for (const Handler& known : handlers) {
-      if (target == known.target) handler = known.call;
-    }
-    if (handler == nullptr) return wrong("there is no handler of " + target);
+    const Handler* handler = find_handler(target);
+    if (handler == nullptr || target == kSequence) return wrong("there is no handler of " + target);
     const auto attrs = attributes.get<CallAttributes>("call" + std::to_string(i));
     if (!attrs.has_value() || end - at < 4 || at[3] < 0 || end - at - 6 < at[3])
       return wrong("attributes or wiring of " + target + " are missing");
@@ -156,11 +159,7 @@ xla::ffi::Error run_sequence(const std::vector<Handler>& handlers, CallContext c
     frame.args = {XLA_FFI_Args_STRUCT_SIZE, nullptr, counts[0], arguments.data(), pointers.data()};
     frame.rets = {XLA_FFI_Rets_STRUCT_SIZE, nullptr, counts[1], returned.data(), pointers.data() + counts[0]};
     frame.attrs = *attrs->attrs;
-    if (XLA_FFI_Error* error = handler(&frame)) {
-      const std::string message = ffi::internal::GetErrorMessage(context.api, error);
-      ffi::internal::DestroyError(context.api, error);
-      return wrong(message);
-    }
+    if (XLA_FFI_Error* error = handler->call(&frame)) return wrong(message_of(context.api, error));
     lanes.after(i, place);
   }
   if (at != end) return wrong("there is more wiring than calls");

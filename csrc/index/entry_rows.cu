@@ -2,11 +2,8 @@
 // dsv4_jax/cuda/entry_rows.py.
 #include <cuda_runtime.h>
 
-#include <string>
-
-#include "common/built_for.h"
+#include "common/handler.h"
 #include "common/overlap.cuh"
-#include "xla/ffi/api/ffi.h"
 
 namespace dsv4 {
 
@@ -33,8 +30,6 @@ __global__ void __launch_bounds__(kEntryThreads) entry_rows_kernel(const __grid_
       args.base + min(max(block, 0), args.blocks - 1) * args.per_block + entry % args.per_block;
 }
 
-}  // namespace dsv4
-
 namespace {
 
 namespace ffi = xla::ffi;
@@ -42,49 +37,44 @@ namespace ffi = xla::ffi;
 using Ids = ffi::Buffer<ffi::S32, 2>;
 using Slots = ffi::Buffer<ffi::S32, 1>;
 
-constexpr int64_t kMostKeys = 65535 * dsv4::kEntryThreads;
+constexpr int64_t kMaxKeys = 65535 * kEntryThreads;
 
 ffi::Error entry_rows(cudaStream_t stream, Ids entries, Slots slots, Ids table, ffi::Result<Ids> rows, int32_t base,
                       int32_t per_block, int32_t blocks) {
-  const int64_t tokens = entries.dimensions()[0], keys = entries.dimensions()[1], columns = table.dimensions()[1],
-                count = table.dimensions()[0];
-  const bool fits = base >= 0 && per_block > 0 && blocks > 0 && columns > 0 && count > 0 &&
-                    base + static_cast<int64_t>(blocks) * per_block <= INT32_MAX;
-  if (!fits || slots.dimensions()[0] != tokens || rows->dimensions()[0] != tokens || rows->dimensions()[1] != keys ||
-      keys > kMostKeys || columns > INT32_MAX || count > INT32_MAX || tokens > INT32_MAX) {
-    return ffi::Error::InvalidArgument("entry_rows: rows of the blocks must be int32; shapes must agree");
-  }
+  const int64_t tokens = entries.dimensions()[0], keys = entries.dimensions()[1], count = table.dimensions()[0],
+                columns = table.dimensions()[1];
+  if (const ffi::Error error = check(
+          "entry_rows", {{"slots", slots, {tokens}, kElements}, {"rows", *rows, {tokens, keys}, kElements}},
+          {{base >= 0 && per_block > 0 && blocks > 0 && base + int64_t{blocks} * per_block <= INT32_MAX,
+            "rows of the blocks must be int32"},
+           {count > 0 && columns > 0 && count <= INT32_MAX && columns <= INT32_MAX, "the table must not be empty"},
+           {tokens <= INT32_MAX && keys <= kMaxKeys, "at most 8388480 entries of a token"}});
+      error.failure())
+    return error;
   if (tokens == 0 || keys == 0) return ffi::Error::Success();
-  const dsv4::EntryRowsArgs args = {entries.typed_data(),
-                                    slots.typed_data(),
-                                    table.typed_data(),
-                                    rows->typed_data(),
-                                    static_cast<int>(keys),
-                                    static_cast<int>(count),
-                                    static_cast<int>(columns),
-                                    base,
-                                    per_block,
-                                    blocks};
-  const dim3 grid(static_cast<unsigned>(tokens),
-                  static_cast<unsigned>((keys + dsv4::kEntryThreads - 1) / dsv4::kEntryThreads));
-  const cudaError_t error =
-      dsv4::start(dsv4::entry_rows_kernel, {grid, dsv4::kEntryThreads}, dsv4::follows, stream, args);
-  if (error != cudaSuccess) return ffi::Error::Internal(std::string("entry_rows: ") + cudaGetErrorString(error));
-  return ffi::Error::Success();
+  const EntryRowsArgs args = {entries.typed_data(),
+                              slots.typed_data(),
+                              table.typed_data(),
+                              rows->typed_data(),
+                              static_cast<int>(keys),
+                              static_cast<int>(count),
+                              static_cast<int>(columns),
+                              base,
+                              per_block,
+                              blocks};
+  return launched("entry_rows", start_rows(entry_rows_kernel, tokens, keys, kEntryThreads, 1, stream, args));
 }
 
 }  // namespace
 
-DSV4_BUILT_FOR(entry_rows);
+DSV4_HANDLER(entry_rows, dsv4_entry_rows, entry_rows,
+             on_stream()
+                 .Arg<Ids>()
+                 .Arg<Slots>()
+                 .Arg<Ids>()
+                 .Ret<Ids>()
+                 .Attr<int32_t>("base")
+                 .Attr<int32_t>("per_block")
+                 .Attr<int32_t>("blocks"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4EntryRows, entry_rows,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<Ids>()
-                                  .Arg<Slots>()
-                                  .Arg<Ids>()
-                                  .Ret<Ids>()
-                                  .Attr<int32_t>("base")
-                                  .Attr<int32_t>("per_block")
-                                  .Attr<int32_t>("blocks"),
-                              {ffi::Traits::kCmdBufferCompatible});
+}  // namespace dsv4

@@ -52,7 +52,7 @@ constexpr int kScaleBytes = 4;       // of a key: four ue8m0 or one float32
 constexpr int kScaleAlignment = 4;   // of row numbers: scales are copied in units of 16 bytes
 constexpr int kPairs = 4;            // of eight codes
 constexpr uint32_t kFp4Shift = 126;  // the bits of a code, in the fields of a wider number, are its value times 2^-126
-constexpr uint32_t kMostField = 2 * kBias;  // of the exponent of a finite number
+constexpr uint32_t kMaxField = 2 * kBias;  // of the exponent of a finite number
 
 // Eight e2m1 codes -> four pairs of bf16 (codes i and i + 4). A code's bits, moved into the bf16 fields, are its value
 // times 2^-126 (subnormals too); `factor` undoes that and applies the scale.
@@ -124,7 +124,7 @@ struct Fp4Key {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       // 2^126 times the scale, up to 2^127; 0 for the scale 0 of a row never written.
-      const uint32_t exponent = scale[i] == 0 ? 0 : min(scale[i] + kFp4Shift, kMostField);
+      const uint32_t exponent = scale[i] == 0 ? 0 : min(scale[i] + kFp4Shift, kMaxField);
       const uint32_t factor = exponent << kBf16Mantissa | exponent << kFloatMantissa;
       const uint32_t words[2] = {kHalf == 0 ? codes[i].x : codes[i].z, kHalf == 0 ? codes[i].y : codes[i].w};
 #pragma unroll
@@ -135,14 +135,14 @@ struct Fp4Key {
         for (int p = 0; p < kPairs; ++p) a[2 * w + (p >> 1)][2 * (p & 1) + i] = pairs[p];
       }
     }
-    if (__any_sync(kAllLanes, max(scale[0], scale[1]) > kMostField - kFp4Shift)) large_scales(a);
+    if (__any_sync(kAllLanes, max(scale[0], scale[1]) > kMaxField - kFp4Shift)) large_scales(a);
   }
 
   // Scales above 2, and the NaN scale: a second exact factor.
   __device__ __forceinline__ void large_scales(Fragments& a) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      uint32_t bits = scale[i] == kUe8m0NaN ? kBf16NaN : (max(scale[i], kMostField - kFp4Shift) - 1) << kBf16Mantissa;
+      uint32_t bits = scale[i] == kUe8m0NaN ? kBf16NaN : (max(scale[i], kMaxField - kFp4Shift) - 1) << kBf16Mantissa;
       bits |= bits << 16;
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) {

@@ -56,13 +56,13 @@ __device__ __forceinline__ uint64_t place_of(float x, uint32_t index) {
   return static_cast<uint64_t>(rank_of(x)) << kTopIndexBits | index;
 }
 
-constexpr int kLeastCoded = 0x30000000, kMostCoded = 0x4FFFFFFF;  // the bits of 2^-31 and below 2^33
+constexpr int kLeastCoded = 0x30000000, kMaxCoded = 0x4FFFFFFF;  // the bits of 2^-31 and below 2^33
 constexpr uint32_t kCodeOfZero = 0x1FFFFFFF;
 // A score that is not NaN in 30 bits, greater ones first. Magnitudes below 2^-31 or from 2^33 are as one; -0 is
 // behind 0.
 __device__ __forceinline__ uint32_t code_of(float x) {
   const int32_t bits = __float_as_int(x);
-  const uint32_t magnitude = max(min(bits & static_cast<int>(kMagnitude), kMostCoded) - kLeastCoded, 0);
+  const uint32_t magnitude = max(min(bits & static_cast<int>(kMagnitude), kMaxCoded) - kLeastCoded, 0);
   return (magnitude ^ static_cast<uint32_t>(bits >> kSignBit) ^ kCodeOfZero) & ((1u << kTopCodeBits) - 1);
 }
 // The least score whose code is at most `code`, for any code but the last.

@@ -54,8 +54,8 @@ struct MoeProduct {
 
 // Of a single token, whose experts every block lists by itself: the tiles, in the order of experts, and their pairs.
 struct SingleToken {
-  RowTile tiles[kMostTop];
-  int pairs[kMostTop];
+  RowTile tiles[kMaxTop];
+  int pairs[kMaxTop];
   int count;
 };
 
@@ -367,7 +367,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) moe_kernel(co
     __syncthreads();
     count = single.count;
     tiles = single.tiles;
-    first = tiles[min(blockIdx.x / product.row_tiles, kMostTop - 1u)];
+    first = tiles[min(blockIdx.x / product.row_tiles, kMaxTop - 1u)];
   } else if (kGateUp && args.tokens * args.top <= kFewPairs) {
     // Made here beside the first kernel, so that the weights need not wait for it.
     int* of_expert = reinterpret_cast<int*>(dynamic + (ring.rows - shared_address(dynamic)));

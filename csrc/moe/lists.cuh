@@ -14,9 +14,9 @@ namespace dsv4 {
 constexpr int kGroupRows = kSwizzle;
 constexpr int kAtomBytes = kGroupRows * kRowBytes;  // a group's rows of a block
 constexpr int kMaxExperts = 512;                    // of one device
-constexpr int kMostTop = 16;                        // experts of a token
+constexpr int kMaxTop = 16;                         // experts of a token
 constexpr int kListThreads = 256, kListWarps = kListThreads / kLanes;
-constexpr int kMostPairs = 98304;        // their experts fill a block's shared memory
+constexpr int kMaxPairs = 98304;         // their experts fill a block's shared memory
 constexpr uint32_t kElsewhere = 0xFFFF;  // expert of a pair that another device computes
 
 // Rows of one expert that one pass multiplies, in a word: at most 127 rows, 512 experts and 2^16 groups.
@@ -210,8 +210,8 @@ __device__ __forceinline__ void carry(float4 (&sums)[kSumLevels + 1], int done) 
 // their order, and the parts by a binary tree: ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)). So devices that have whole
 // branches of the tree give sums that, added by the rest of it, are those of one device. A thread has four columns.
 __global__ void __launch_bounds__(kSumThreads) moe_sum_kernel(const __grid_constant__ MoeArgs args) {
-  __shared__ int order[kMostTop], part[kMostTop];
-  __shared__ float shares[kMostTop];
+  __shared__ int order[kMaxTop], part[kMaxTop];
+  __shared__ float shares[kMaxTop];
   const int token = blockIdx.x;
   if (threadIdx.x < args.top) {
     const int32_t* chosen = args.chosen + token * args.top;

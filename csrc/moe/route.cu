@@ -1,14 +1,12 @@
-// Which experts tokens go to, as an XLA FFI handler and as a plain C call. One launch, only enqueued: fit for a command
+// Which experts tokens go to, as an XLA FFI handler. One launch, only enqueued: fit for a command
 // buffer. Wrapper and argument meaning: dsv4_jax/cuda/route.py and ops/route.py.
 #include <cuda_runtime.h>
 
 #include <cstdint>
-#include <string>
 
-#include "common/built_for.h"
+#include "common/handler.h"
 #include "common/lanes.cuh"
 #include "common/overlap.cuh"
-#include "xla/ffi/api/ffi.h"
 
 namespace dsv4 {
 
@@ -102,19 +100,9 @@ __global__ void __launch_bounds__(kRouteExperts) route_kernel(const __grid_const
   }
 }
 
-}  // namespace dsv4
-
 namespace {
 
 namespace ffi = xla::ffi;
-
-cudaError_t launch(const dsv4::RouteArgs& args, cudaStream_t stream) {
-  if (args.tokens == 0) return cudaSuccess;
-  if (args.experts > dsv4::kRouteExperts || args.top > dsv4::kRouteTop || args.top > args.experts)
-    return cudaErrorInvalidValue;
-  const int warps = args.bias == nullptr ? 1 : (args.experts + dsv4::kLanes - 1) / dsv4::kLanes;
-  return dsv4::start(dsv4::route_kernel, {dim3(args.tokens), warps * dsv4::kLanes}, dsv4::follows, stream, args);
-}
 
 using Logits = ffi::Buffer<ffi::F32, 2>;
 using Chosen = ffi::Buffer<ffi::S32, 2>;
@@ -122,13 +110,17 @@ using Chosen = ffi::Buffer<ffi::S32, 2>;
 ffi::Error route(cudaStream_t stream, Logits logits, ffi::AnyBuffer picks, ffi::Result<Chosen> chosen,
                  ffi::Result<Logits> share, bool hashed, float scale) {
   const int64_t tokens = logits.dimensions()[0], experts = logits.dimensions()[1], top = chosen->dimensions()[1];
-  const auto of = picks.dimensions();
-  const bool fits = hashed ? picks.element_type() == ffi::S32 && of.size() == 2 && of[0] == tokens && of[1] == top
-                           : picks.element_type() == ffi::F32 && of.size() == 1 && of[0] == experts;
-  if (!fits || chosen->dimensions()[0] != tokens || share->dimensions()[0] != tokens || share->dimensions()[1] != top) {
-    return ffi::Error::InvalidArgument("route: shapes or types do not agree");
-  }
-  dsv4::RouteArgs args = {};
+  const Operand of_picks = hashed ? Operand("picks", picks, {tokens, top}, kElements, {ffi::S32})
+                                  : Operand("picks", picks, {experts}, kElements, {ffi::F32});
+  if (const ffi::Error error =
+          check("route",
+                {of_picks, {"chosen", *chosen, {tokens, top}, kElements}, {"share", *share, {tokens, top}, kElements}},
+                {{experts <= kRouteExperts && top <= kRouteTop && top <= experts,
+                  "at most 512 experts, and 8 of them a token"}});
+      error.failure())
+    return error;
+  if (tokens == 0) return ffi::Error::Success();
+  RouteArgs args = {};
   args.logits = logits.typed_data();
   if (hashed) {
     args.given = static_cast<const int32_t*>(picks.untyped_data());
@@ -141,28 +133,15 @@ ffi::Error route(cudaStream_t stream, Logits logits, ffi::AnyBuffer picks, ffi::
   args.experts = static_cast<int>(experts);
   args.top = static_cast<int>(top);
   args.scale = scale;
-  const cudaError_t error = launch(args, stream);
-  if (error != cudaSuccess) return ffi::Error::Internal(std::string("route: ") + cudaGetErrorString(error));
-  return ffi::Error::Success();
+  const int warps = hashed ? 1 : (args.experts + kLanes - 1) / kLanes;
+  return launched("route", start(route_kernel, {dim3(args.tokens), warps * kLanes}, follows, stream, args));
 }
 
 }  // namespace
 
-DSV4_BUILT_FOR(route);
-DSV4_ARGS_SIZE(route, dsv4::RouteArgs)
+DSV4_HANDLER(
+    route, dsv4_route, route,
+    on_stream().Arg<Logits>().Arg<ffi::AnyBuffer>().Ret<Chosen>().Ret<Logits>().Attr<bool>("hashed").Attr<float>(
+        "scale"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4Route, route,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<Logits>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<Chosen>()
-                                  .Ret<Logits>()
-                                  .Attr<bool>("hashed")
-                                  .Attr<float>("scale"),
-                              {ffi::Traits::kCmdBufferCompatible});
-
-// The launch alone, for timing without XLA. Returns a cudaError_t.
-extern "C" int dsv4_route_launch(const dsv4::RouteArgs* args, cudaStream_t stream) {
-  return static_cast<int>(launch(*args, stream));
-}
+}  // namespace dsv4

@@ -3,12 +3,8 @@
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
-#include <string>
-
-#include "common/alignment.h"
-#include "common/built_for.h"
+#include "common/handler.h"
 #include "common/overlap.cuh"
-#include "xla/ffi/api/ffi.h"
 
 namespace dsv4 {
 
@@ -45,8 +41,6 @@ __global__ void __launch_bounds__(kSwigluThreads) swiglu_kernel(const __grid_con
                                                                      reinterpret_cast<const uint32_t&>(high)};
 }
 
-}  // namespace dsv4
-
 namespace {
 
 namespace ffi = xla::ffi;
@@ -54,49 +48,44 @@ namespace ffi = xla::ffi;
 using Matrix = ffi::Buffer<ffi::F32, 2>;
 using Rounded = ffi::Buffer<ffi::BF16, 2>;
 
-constexpr int64_t kMostRows = INT32_MAX, kMostWidth = 65535 * dsv4::kSwigluThreads * dsv4::kSwigluOwn;
+constexpr int64_t kMaxWidth = 65535 * kSwigluThreads * kSwigluOwn;
 
 ffi::Error swiglu(cudaStream_t stream, Matrix gate, Matrix up, ffi::Result<Rounded> out, int32_t gate_start,
                   int32_t up_start, float limit) {
   const int64_t rows = out->dimensions()[0], width = out->dimensions()[1];
   const auto fits = [&](const Matrix& of, int64_t start) {
     const int64_t stride = of.dimensions()[1];
-    return of.dimensions()[0] == rows && start >= 0 && start + width <= stride && stride <= INT32_MAX &&
-           start % dsv4::kSwigluOwn == 0 && stride % dsv4::kSwigluOwn == 0;
+    return start >= 0 && start + width <= stride && stride <= INT32_MAX && start % kSwigluOwn == 0 &&
+           stride % kSwigluOwn == 0;
   };
-  if (!fits(gate, gate_start) || !fits(up, up_start) || width % dsv4::kSwigluOwn != 0 || rows > kMostRows ||
-      width > kMostWidth) {
-    return ffi::Error::InvalidArgument("swiglu: columns in fours; shapes must agree");
-  }
+  if (const ffi::Error error =
+          check("swiglu", {{"gate", gate, {rows, kAny}}, {"up", up, {rows, kAny}}, {"out", *out, {rows, width}}},
+                {{fits(gate, gate_start), "gate has not these columns, in fours"},
+                 {fits(up, up_start), "up has not these columns, in fours"},
+                 {width % kSwigluOwn == 0 && width <= kMaxWidth && rows <= INT32_MAX,
+                  "up to 2^31 rows of up to 33553920 columns in fours"}});
+      error.failure())
+    return error;
   if (rows == 0 || width == 0) return ffi::Error::Success();
-  const dsv4::SwigluArgs args = {gate.typed_data() + gate_start,
-                                 up.typed_data() + up_start,
-                                 reinterpret_cast<__nv_bfloat16*>(out->untyped_data()),
-                                 static_cast<int>(width),
-                                 static_cast<int>(gate.dimensions()[1]),
-                                 static_cast<int>(up.dimensions()[1]),
-                                 limit};
-  if (const std::string problem = dsv4::misaligned("swiglu", {{"gate", args.gate}, {"up", args.up}, {"out", args.out}});
-      !problem.empty())
-    return ffi::Error::InvalidArgument(problem);
-  constexpr int64_t block = dsv4::kSwigluThreads * dsv4::kSwigluOwn;
-  const dim3 grid(static_cast<unsigned>(rows), static_cast<unsigned>((width + block - 1) / block));
-  const cudaError_t error = dsv4::start(dsv4::swiglu_kernel, {grid, dsv4::kSwigluThreads}, dsv4::follows, stream, args);
-  if (error != cudaSuccess) return ffi::Error::Internal(std::string("swiglu: ") + cudaGetErrorString(error));
-  return ffi::Error::Success();
+  const SwigluArgs args = {gate.typed_data() + gate_start,
+                           up.typed_data() + up_start,
+                           reinterpret_cast<__nv_bfloat16*>(out->untyped_data()),
+                           static_cast<int>(width),
+                           static_cast<int>(gate.dimensions()[1]),
+                           static_cast<int>(up.dimensions()[1]),
+                           limit};
+  return launched("swiglu", start_rows(swiglu_kernel, rows, width, kSwigluThreads, kSwigluOwn, stream, args));
 }
 
 }  // namespace
 
-DSV4_BUILT_FOR(swiglu);
+DSV4_HANDLER(swiglu, dsv4_swiglu, swiglu,
+             on_stream()
+                 .Arg<Matrix>()
+                 .Arg<Matrix>()
+                 .Ret<Rounded>()
+                 .Attr<int32_t>("gate_start")
+                 .Attr<int32_t>("up_start")
+                 .Attr<float>("limit"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4Swiglu, swiglu,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<Matrix>()
-                                  .Arg<Matrix>()
-                                  .Ret<Rounded>()
-                                  .Attr<int32_t>("gate_start")
-                                  .Attr<int32_t>("up_start")
-                                  .Attr<float>("limit"),
-                              {ffi::Traits::kCmdBufferCompatible});
+}  // namespace dsv4

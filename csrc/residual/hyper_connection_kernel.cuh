@@ -29,7 +29,7 @@ namespace dsv4 {
 constexpr int kHyperRows = kStreams + kHyperBack;   // of fn: pre, post, comb
 constexpr int kHyperParts = 16;                     // blocks of a cluster
 constexpr int kHyperTokens = 8;                     // of a cluster
-constexpr int kHyperMostTokens = 1 << 17;           // whose numbers 32 bits count
+constexpr int kHyperMaxTokens = 1 << 17;            // whose numbers 32 bits count
 constexpr int kHyperOutputs = 2;                    // at most
 constexpr int kHyperRun = 16;                       // channels of two products, four a lane
 constexpr int kHyperRuns = 2;                       // of a warp
@@ -145,6 +145,20 @@ __device__ __forceinline__ void store_back(const HyperArgs& args, const HyperSha
   args.back[token * kHyperBack + lane] = product * factor * scale + base;
 }
 
+// The last warp's part: it waits for the sums of all blocks, and stores post and comb of the block's own token.
+template <int kWarps>
+__device__ __forceinline__ void serve_back(const HyperArgs& args, const HyperShared<kWarps>& shared, int rank,
+                                           bool head, uint32_t shared_there, uint32_t own_there, int lane) {
+  const int token = blockIdx.y * kHyperTokens + rank;
+  const bool mine = token < args.tokens;
+  cluster_wait();
+  if (rank >= kHyperTokens || head) return;
+  const float base = args.base[kStreams + min(lane, kHyperBack - 1)], scale = args.scale[lane < kStreams ? 1 : 2];
+  barrier_wait(shared_there, 0);
+  barrier_wait(own_there, 0);
+  if (mine) store_back<kWarps>(args, shared, rank, token, base, scale, lane);
+}
+
 struct Four {
   float x[4];
 };
@@ -180,6 +194,95 @@ __device__ __forceinline__ void copy_fn(const HyperArgs& args, uint32_t to, uint
   }
 }
 
+// This lane's part of a token's squares.
+__device__ __forceinline__ float squares_of(const Four (&x)[kHyperRuns][kStreams]) {
+  float squares = 0;
+#pragma unroll
+  for (const auto& run : x) {
+#pragma unroll
+    for (const Four& four : run) {
+#pragma unroll
+      for (const float v : four.x) squares += v * v;
+    }
+  }
+  return squares;
+}
+
+// What the next block reads, before its norm; this lane's part of its squares.
+__device__ __forceinline__ float mix_streams(Four (&mixed)[kHyperRuns], const float (&pre)[kStreams],
+                                             const Four (&x)[kHyperRuns][kStreams]) {
+  float squares = 0;
+#pragma unroll
+  for (int b = 0; b < kHyperRuns; ++b) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float sum = pre[0] * x[b][0].x[i];
+#pragma unroll
+      for (int k = 1; k < kStreams; ++k) sum += pre[k] * x[b][k].x[i];
+      mixed[b].x[i] = sum;
+      squares += sum * sum;
+    }
+  }
+  return squares;
+}
+
+// The last block's outputs go into the streams.
+template <int kWidth>
+__device__ __forceinline__ void write_outputs(const HyperArgs& args, uint32_t row, const Four (&y)[kHyperRuns],
+                                              const Four (&more)[kHyperRuns], const Four& post,
+                                              const Four (&comb)[kStreams], Four (&x)[kHyperRuns][kStreams]) {
+#pragma unroll
+  for (int b = 0; b < kHyperRuns; ++b) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float old[kStreams] = {x[b][0].x[i], x[b][1].x[i], x[b][2].x[i], x[b][3].x[i]};
+      const float output = y[b].x[i] + more[b].x[i];
+#pragma unroll
+      for (int k = 0; k < kStreams; ++k) {
+        float sum = post.x[k] * output;
+#pragma unroll
+        for (int j = 0; j < kStreams; ++j) sum += comb[j].x[k] * old[j];
+        x[b][k].x[i] = sum;
+      }
+    }
+    if (args.new_streams != nullptr) {
+#pragma unroll
+      for (int k = 0; k < kStreams; ++k) store_four(args.new_streams + row + k * kWidth + b * kHyperRun, x[b][k]);
+    }
+  }
+}
+
+// Of `upper` rows n and n + 8, of `lower` 16 + n, of which one product makes two sums.
+__device__ __forceinline__ void store_products(HyperSums& sums, const float (&upper)[3][4], const float (&lower)[2][4],
+                                               int n, int c) {
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    float* to = sums.rows[2 * c + k];
+    to[n] = upper[0][k] + (upper[1][k] + upper[2][k]);
+    to[n + 8] = upper[0][2 + k] + (upper[1][2 + k] + upper[2][2 + k]);
+    to[n + 16] = lower[0][k] + (lower[0][2 + k] + lower[1][k]);
+  }
+}
+
+// The block's sums, 16 bytes a thread, to the blocks that need them.
+template <int kWarps>
+__device__ __forceinline__ void send_sums(HyperShared<kWarps>& shared, int rank, bool head, uint32_t shared_there,
+                                          uint32_t own_there) {
+  constexpr int kToAll = kHyperParts * kHyperShared, kToOne = kHyperTokens * kHyperOwn;
+  static_assert(kToAll + kToOne <= kWarps * kLanes, "a thread for each");
+  constexpr int kStride = sizeof(HyperSums) / sizeof(float);
+  if (threadIdx.x < kToAll) {
+    const int to = threadIdx.x / kHyperShared, piece = threadIdx.x % kHyperShared;
+    const float* from = piece < kHyperTokens ? shared.sums[0].rows[piece]
+                                             : shared.sums[0].squares + (piece - kHyperTokens) * kHyperVector;
+    send(shared_address(&shared.shared[rank][piece * kHyperVector]), shared_there, to, tree4<kWarps, kStride>(from));
+  } else if (threadIdx.x < kToAll + kToOne && !head) {
+    const int to = (threadIdx.x - kToAll) / kHyperOwn, piece = (threadIdx.x - kToAll) % kHyperOwn * kHyperVector;
+    send(shared_address(&shared.own[rank][piece]), own_there, to,
+         tree4<kWarps, kStride>(shared.sums[0].rows[to] + kStreams + piece));
+  }
+}
+
 // Grid: a cluster, eights of tokens. `early`: another kernel may still run, which writes what this one reads.
 template <int kWarps>
 __global__ void __launch_bounds__(kLanes*(kWarps + 1), kWarps <= 8 ? 2 : 1)
@@ -203,14 +306,7 @@ __global__ void __launch_bounds__(kLanes*(kWarps + 1), kWarps <= 8 ? 2 : 1)
   __syncwarp();
   cluster_arrive();  // when this was waited for, the others' barriers are there
   if (warp == kWarps) {
-    const int token = blockIdx.y * kHyperTokens + rank;
-    const bool mine = token < args.tokens;
-    cluster_wait();
-    if (rank >= kHyperTokens || head) return;
-    const float base = args.base[kStreams + min(lane, kHyperBack - 1)], scale = args.scale[lane < kStreams ? 1 : 2];
-    barrier_wait(shared_there, 0);
-    barrier_wait(own_there, 0);
-    if (mine) store_back<kWarps>(args, shared, rank, token, base, scale, lane);
+    serve_back(args, shared, rank, head, shared_there, own_there, lane);
     return;
   }
 
@@ -254,37 +350,8 @@ __global__ void __launch_bounds__(kLanes*(kWarps + 1), kWarps <= 8 ? 2 : 1)
   }
   cluster_wait();
 
-  if (written) {
-#pragma unroll
-    for (int b = 0; b < kHyperRuns; ++b) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float old[kStreams] = {x[b][0].x[i], x[b][1].x[i], x[b][2].x[i], x[b][3].x[i]};
-        const float output = y[b].x[i] + more[b].x[i];
-#pragma unroll
-        for (int k = 0; k < kStreams; ++k) {
-          float sum = post.x[k] * output;
-#pragma unroll
-          for (int j = 0; j < kStreams; ++j) sum += comb[j].x[k] * old[j];
-          x[b][k].x[i] = sum;
-        }
-      }
-      if (args.new_streams != nullptr) {
-#pragma unroll
-        for (int k = 0; k < kStreams; ++k) store_four(args.new_streams + row + k * kWidth + b * kHyperRun, x[b][k]);
-      }
-    }
-  }
-  float squares = 0;
-#pragma unroll
-  for (const auto& run : x) {
-#pragma unroll
-    for (const Four& four : run) {
-#pragma unroll
-      for (const float v : four.x) squares += v * v;
-    }
-  }
-  squares = lanes_sum<kQuad>(squares);
+  if (written) write_outputs<kWidth>(args, row, y, more, post, comb, x);
+  float squares = lanes_sum<kQuad>(squares_of(x));
 
   // Products: rows of fn by tokens. Of halves high x high, low x high, high x low, each a sum of its own.
   float upper[3][4] = {}, lower[2][4] = {};  // rows n and n + 8; 16 + n, of which one product makes two sums
@@ -317,30 +384,11 @@ __global__ void __launch_bounds__(kLanes*(kWarps + 1), kWarps <= 8 ? 2 : 1)
       }
     }
   }
-#pragma unroll
-  for (int k = 0; k < 2; ++k) {
-    float* to = shared.sums[warp].rows[2 * c + k];
-    to[n] = upper[0][k] + (upper[1][k] + upper[2][k]);
-    to[n + 8] = upper[0][2 + k] + (upper[1][2 + k] + upper[2][2 + k]);
-    to[n + 16] = lower[0][k] + (lower[0][2 + k] + lower[1][k]);
-  }
+  store_products(shared.sums[warp], upper, lower, n, c);
   if (c == 0) shared.sums[warp].squares[n] = squares;
   named_sync(1, kConsumers);
 
-  // The block's sums, 16 bytes a thread, to the blocks that need them.
-  constexpr int kToAll = kHyperParts * kHyperShared, kToOne = kHyperTokens * kHyperOwn;
-  static_assert(kToAll + kToOne <= kConsumers, "a thread for each");
-  constexpr int kStride = sizeof(HyperSums) / sizeof(float);
-  if (threadIdx.x < kToAll) {
-    const int to = threadIdx.x / kHyperShared, piece = threadIdx.x % kHyperShared;
-    const float* from = piece < kHyperTokens ? shared.sums[0].rows[piece]
-                                             : shared.sums[0].squares + (piece - kHyperTokens) * kHyperVector;
-    send(shared_address(&shared.shared[rank][piece * kHyperVector]), shared_there, to, tree4<kWarps, kStride>(from));
-  } else if (threadIdx.x < kToAll + kToOne && !head) {
-    const int to = (threadIdx.x - kToAll) / kHyperOwn, piece = (threadIdx.x - kToAll) % kHyperOwn * kHyperVector;
-    send(shared_address(&shared.own[rank][piece]), own_there, to,
-         tree4<kWarps, kStride>(shared.sums[0].rows[to] + kStreams + piece));
-  }
+  send_sums(shared, rank, head, shared_there, own_there);
   barrier_wait(shared_there, 0);
 
   // x, and its squares to all blocks.
@@ -355,18 +403,7 @@ __global__ void __launch_bounds__(kLanes*(kWarps + 1), kWarps <= 8 ? 2 : 1)
 #pragma unroll
   for (int k = 0; k < kStreams; ++k) pre[k] = __shfl_sync(kAllLanes, own, kQuad * n + k);
   Four mixed[kHyperRuns];
-  squares = 0;
-#pragma unroll
-  for (int b = 0; b < kHyperRuns; ++b) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float sum = pre[0] * x[b][0].x[i];
-#pragma unroll
-      for (int k = 1; k < kStreams; ++k) sum += pre[k] * x[b][k].x[i];
-      mixed[b].x[i] = sum;
-      squares += sum * sum;
-    }
-  }
+  squares = mix_streams(mixed, pre, x);
   squares = lanes_sum<kQuad>(squares);
   if (c == 0) shared.squares[warp][n] = squares;
   named_sync(1, kConsumers);

@@ -2,18 +2,14 @@
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
-#include <string>
-
-#include "common/alignment.h"
-#include "common/built_for.h"
+#include "common/handler.h"
 #include "common/lanes.cuh"
 #include "common/overlap.cuh"
-#include "xla/ffi/api/ffi.h"
 
 namespace dsv4 {
 
 constexpr int kNormThreads = 256, kNormWarps = kNormThreads / kLanes, kNormOwn = 4;  // columns of a load
-constexpr int kNormLoads = 8, kNormMost = kNormThreads * kNormOwn * kNormLoads;      // columns of a row, at most
+constexpr int kNormLoads = 8, kNormMax = kNormThreads * kNormOwn * kNormLoads;       // columns of a row, at most
 
 struct NormArgs {
   const float* x;       // [rows, width], rows `stride` apart
@@ -63,8 +59,6 @@ __global__ void __launch_bounds__(kNormThreads) normalise_kernel(const __grid_co
   }
 }
 
-}  // namespace dsv4
-
 namespace {
 
 namespace ffi = xla::ffi;
@@ -74,44 +68,33 @@ using Vector = ffi::Buffer<ffi::F32, 1>;
 using Rounded = ffi::Buffer<ffi::BF16, 2>;
 
 template <int kLoads = 1>
-cudaError_t launch(const dsv4::NormArgs& args, int64_t rows, cudaStream_t stream) {
-  if constexpr (kLoads < dsv4::kNormLoads) {
-    if (args.width > kLoads * dsv4::kNormThreads * dsv4::kNormOwn) return launch<2 * kLoads>(args, rows, stream);
+cudaError_t launch(const NormArgs& args, int64_t rows, cudaStream_t stream) {
+  if constexpr (kLoads < kNormLoads) {
+    if (args.width > kLoads * kNormThreads * kNormOwn) return launch<2 * kLoads>(args, rows, stream);
   }
-  return dsv4::start(dsv4::normalise_kernel<kLoads>, {dim3(static_cast<unsigned>(rows)), dsv4::kNormThreads},
-                     dsv4::follows, stream, args);
+  return start(normalise_kernel<kLoads>, {dim3(static_cast<unsigned>(rows)), kNormThreads}, follows, stream, args);
 }
 
 ffi::Error normalise(cudaStream_t stream, Matrix x, Vector weight, ffi::Result<Rounded> out, int32_t start, float eps) {
   const int64_t rows = x.dimensions()[0], stride = x.dimensions()[1], width = weight.dimensions()[0];
-  if (width % dsv4::kNormOwn != 0 || width > dsv4::kNormMost || start < 0 || start % dsv4::kNormOwn != 0 ||
-      stride % dsv4::kNormOwn != 0 || start + width > stride || stride > INT32_MAX || rows > INT32_MAX ||
-      out->dimensions()[0] != rows || out->dimensions()[1] != width) {
-    return ffi::Error::InvalidArgument("normalise: up to 8192 columns in fours; shapes must agree");
-  }
+  if (const ffi::Error error =
+          check("normalise", {{"x", x, {rows, stride}}, {"weight", weight, {width}}, {"out", *out, {rows, width}}},
+                {{width % kNormOwn == 0 && width <= kNormMax, "up to 8192 columns in fours"},
+                 {start >= 0 && start % kNormOwn == 0 && stride % kNormOwn == 0 && start + width <= stride,
+                  "x has not these columns, in fours"},
+                 {stride <= INT32_MAX && rows <= INT32_MAX, "2^31 rows or columns"}});
+      error.failure())
+    return error;
   if (rows == 0 || width == 0) return ffi::Error::Success();
-  const dsv4::NormArgs args = {
+  const NormArgs args = {
       x.typed_data() + start,  weight.typed_data(),      reinterpret_cast<__nv_bfloat16*>(out->untyped_data()),
       static_cast<int>(width), static_cast<int>(stride), eps};
-  if (const std::string problem =
-          dsv4::misaligned("normalise", {{"x", args.x}, {"weight", args.weight}, {"out", args.out}});
-      !problem.empty())
-    return ffi::Error::InvalidArgument(problem);
-  const cudaError_t error = launch(args, rows, stream);
-  if (error != cudaSuccess) return ffi::Error::Internal(std::string("normalise: ") + cudaGetErrorString(error));
-  return ffi::Error::Success();
+  return launched("normalise", launch(args, rows, stream));
 }
 
 }  // namespace
 
-DSV4_BUILT_FOR(normalise);
+DSV4_HANDLER(normalise, dsv4_normalise, normalise,
+             on_stream().Arg<Matrix>().Arg<Vector>().Ret<Rounded>().Attr<int32_t>("start").Attr<float>("eps"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(Dsv4Normalise, normalise,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<Matrix>()
-                                  .Arg<Vector>()
-                                  .Ret<Rounded>()
-                                  .Attr<int32_t>("start")
-                                  .Attr<float>("eps"),
-                              {ffi::Traits::kCmdBufferCompatible});
+}  // namespace dsv4

@@ -14,7 +14,7 @@ struct KVRows {
   const uint16_t* values;  // [tokens, width] bf16
   uint8_t* codes;          // [pool_rows, width] e4m3
   float* scale;            // [pool_rows]
-  int width;               // a multiple of kStoreOwn, at most kStoreMostWidth
+  int width;               // a multiple of kStoreOwn, at most kStoreMaxWidth
 };
 struct KVStoreArgs {
   KVRows k, v;
@@ -24,7 +24,7 @@ struct KVStoreArgs {
 
 constexpr int kStoreThreads = 128, kStoreBlocks = 5;  // of a block; an SM
 constexpr int kStoreOwn = 8;                          // values of a lane and step
-constexpr int kStoreStep = kLanes * kStoreOwn, kStoreMostSteps = 8, kStoreMostWidth = kStoreMostSteps * kStoreStep;
+constexpr int kStoreStep = kLanes * kStoreOwn, kStoreMaxSteps = 8, kStoreMaxWidth = kStoreMaxSteps * kStoreStep;
 constexpr float kStoreFloor = 1e-4f;  // no scale is made of a smaller magnitude
 
 __device__ __forceinline__ float upper_bf16(uint32_t pair) { return __uint_as_float(pair & 0xFFFF0000u); }
@@ -46,7 +46,7 @@ __device__ __forceinline__ uint32_t any_codes(uint32_t first, uint32_t second, f
 }
 // The greatest of two magnitudes, NaN ignored, infinity as the largest float.
 __device__ __forceinline__ float pair_max(uint32_t pair) {
-  const auto magnitude = [](float x) { return x != x ? 0.f : fminf(fabsf(x), kMostFloat); };
+  const auto magnitude = [](float x) { return x != x ? 0.f : fminf(fabsf(x), kMaxFloat); };
   return fmaxf(magnitude(lower_bf16(pair)), magnitude(upper_bf16(pair)));
 }
 

@@ -368,4 +368,15 @@ xla::ffi::Error read_swap(xla::ffi::RemainingArgs operands, xla::ffi::RemainingR
   return ffi::Error::Success();
 }
 
+// `bound`: what the handler takes before. Both directions are called alike.
+template <typename Binding>
+auto swap_binding(Binding bound) {
+  return std::move(bound)
+      .RemainingArgs()
+      .RemainingRets()
+      .template Attr<xla::ffi::Span<const int64_t>>("pieces")
+      .template Attr<int64_t>("first_unit")
+      .template Attr<int64_t>("first_record");
+}
+
 }  // namespace dsv4

@@ -5,17 +5,13 @@ Takes V4's KV row (`widths.KV_ROW`).
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 
-from .. import ffi
 from ..formats import RowFormat
 from ..ops.append import AppendArguments, Rows
 from ..ops.epilogue import Epilogue
 from ..ops.numerics import rope_tables
-from ..ops.registry import Implementation
-from .columns import float_columns
+from .calls import declare, float_columns, launch
 from .widths import KV_ROW, unsupported_pairs, unsupported_rows
 
 __all__ = ["IMPLEMENTATION", "call", "stores", "supports"]
@@ -49,11 +45,18 @@ def call(arguments: AppendArguments) -> Rows:
     if pool is not None:
         operands += [arguments.row_ids, *pool]
         aliases = {len(operands) - len(results) + i: i for i in range(len(results))}
-    kernel = jax.ffi.ffi_call(ffi.cuda_target("append", "dsv4_append"), results, input_output_aliases=aliases)
-    eps = np.float32(0 if epilogue is None else epilogue.eps)
-    return tuple(
-        kernel(*operands, start=np.int32(start), eps=eps, epilogue=epilogue is not None, scatter=pool is not None)
+    stored = launch(
+        "append",
+        "dsv4_append",
+        results,
+        *operands,
+        aliases=aliases,
+        start=start,
+        eps=float(0 if epilogue is None else epilogue.eps),
+        epilogue=epilogue is not None,
+        scatter=pool is not None,
     )
+    return tuple(stored)
 
 
-IMPLEMENTATION = Implementation("append", "cuda", call, supports, lambda: ffi.cuda_problem("append"), ("dsv4_append",))
+IMPLEMENTATION = declare("append", call, supports, "dsv4_append")

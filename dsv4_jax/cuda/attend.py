@@ -18,19 +18,25 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from .. import ffi
 from ..ops.attend import CHUNK, AttendArguments, KernelSplit
 from ..ops.gather import gather_rows
 from ..ops.numerics import rope_tables
-from ..ops.registry import Implementation
+from .calls import declare, launch
 from .widths import BF16_ROW, KV_ROW, WIDTHS, unsupported_rows
 
 __all__ = [
-    "IMPLEMENTATION", "SUM_WORDS", "WIDE_CLUSTERS", "blocks_of_run", "call", "cut", "decodes_once", "split_count",
-    "supports", "tile_count",
-]  # fmt: skip
+    "IMPLEMENTATION",
+    "SUM_WORDS",
+    "WIDE_CLUSTERS",
+    "blocks_of_run",
+    "call",
+    "cut",
+    "decodes_once",
+    "split_count",
+    "supports",
+    "tile_count",
+]
 
 BLOCKS = 132  # that take tokens over bf16 rows, at most: SMs of an H100 or H200
 READS_OF_A_ROW = 4  # of a chunk's tokens, on average, from which it is decoded before
@@ -128,27 +134,33 @@ def call(arguments: AttendArguments) -> tuple[jax.Array, jax.Array]:
     of_model = arguments.heads or heads
     most, least = cut(of_model, arguments.key_split)
     splits = split_count(window.ids.shape[1], entry_ids.shape[1], of_model, arguments.key_split)
-    attributes = dict(
-        scale=np.float32(arguments.scale), splits=np.int32(splits), most=np.int32(most), least=np.int32(least)
-    )
+    attributes = dict(scale=float(arguments.scale), splits=splits, most=most, least=least)
     target = "attend_rows" if arguments.fmt.parts == BF16_ROW.parts else "attend"
-    results = [
-        jax.ShapeDtypeStruct((tokens, heads, dim), stored), jax.ShapeDtypeStruct((tokens, heads), jnp.float32)
-    ]  # fmt: skip
+    results = [jax.ShapeDtypeStruct((tokens, heads, dim), stored), jax.ShapeDtypeStruct((tokens, heads), jnp.float32)]
     units = tokens * -(-heads // HEADS)  # of a token and 64 heads
     if target == "attend_rows":
         blocks = min(units, BLOCKS)
         results.append(jax.ShapeDtypeStruct((blocks, splits - 1, HEADS * dim // 2), jnp.uint32))
     else:
         blocks = blocks_of_run(tokens, heads, splits, tile_count(window.ids.shape[1], entry_ids.shape[1]))
-        attributes["blocks"] = np.int32(blocks)
+        attributes["blocks"] = blocks
         merged = units if splits * blocks > MAX_SPLITS else 0  # by a second kernel
         results.append(jax.ShapeDtypeStruct((merged, splits, SUM_WORDS), jnp.uint32))
-    kernel = jax.ffi.ffi_call(ffi.cuda_target(target, f"dsv4_{target}"), results)
-    out, lse, *_ = kernel(
-        arguments.queries.astype(jnp.bfloat16), arguments.sink.astype(jnp.float32), *window.rows, window.ids,
-        window.visible, *entries, entry_ids, entry_count, *tables, **attributes,
-    )  # fmt: skip
+    out, lse, *_ = launch(
+        target,
+        f"dsv4_{target}",
+        results,
+        arguments.queries.astype(jnp.bfloat16),
+        arguments.sink.astype(jnp.float32),
+        *window.rows,
+        window.ids,
+        window.visible,
+        *entries,
+        entry_ids,
+        entry_count,
+        *tables,
+        **attributes,
+    )
     return out.astype(arguments.dtype), lse
 
 
@@ -163,6 +175,4 @@ def _decoded(arguments: AttendArguments) -> AttendArguments:
     return dataclasses.replace(arguments, **changed)
 
 
-IMPLEMENTATION = Implementation(
-    "attend", "cuda", call, supports, lambda: ffi.cuda_problem("attend"), ("dsv4_attend", "dsv4_attend_rows")
-)
+IMPLEMENTATION = declare("attend", call, supports, "dsv4_attend", "dsv4_attend_rows")

@@ -1,20 +1,18 @@
-"""compress in the project's own CUDA (`csrc/rows/compress_kernel.cuh`): state, pooling and the stored entry in one launch.
+"""compress in the project's own CUDA (`csrc/rows/compress_kernel.cuh`).
 
-Takes V4's geometry: its KV rows and index keys (`widths`), its CSA ratio, and for HCA the online state.
+State, pooling and the stored entry are one launch. Takes V4's geometry: its KV rows and index keys (`widths`), its CSA
+ratio, and for HCA the online state.
 """
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from .. import ffi
 from ..ops.compress import CompressArguments, Compressed, CompressorInputs, state_before
 from ..ops.numerics import rope_tables
-from ..ops.registry import Implementation
 from .append import stores as stores_kv_row
-from .columns import float_columns
+from .calls import declare, float_columns, launch
 from .widths import INDEX_ROWS, KV_ROW, WIDTHS, unsupported_pairs, unsupported_rows
 
 __all__ = ["IMPLEMENTATION", "call", "stores", "supports"]
@@ -87,21 +85,24 @@ def call(arguments: CompressArguments) -> list[Compressed]:
             operands.append(leaf)
             results.append(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
         number = next(i for i, row in enumerate(ROWS) if row.parts == geometry.fmt.parts)
-        numbers = dict(
-            ratio=geometry.ratio, ordinal=geometry.ordinal, slots=geometry.slots, ring=geometry.ring,
-            base=geometry.base, rows_per_block=geometry.rows_per_block,
-            blocks=geometry.block_units(inputs.pool[0].shape[0]), format=number,
-            kv_column=kv_start, score_column=score_start,
-        )  # fmt: skip
-        attributes[name] = {key: np.int32(number) for key, number in numbers.items()} | dict(
-            hadamard=bool(epilogue.hadamard), bias=bool(bias), eps=np.float32(epilogue.eps)
+        attributes[name] = dict(
+            ratio=geometry.ratio,
+            ordinal=geometry.ordinal,
+            slots=geometry.slots,
+            ring=geometry.ring,
+            base=geometry.base,
+            rows_per_block=geometry.rows_per_block,
+            blocks=geometry.block_units(inputs.pool[0].shape[0]),
+            format=number,
+            kv_column=kv_start,
+            score_column=score_start,
+            hadamard=bool(epilogue.hadamard),
+            bias=bool(bias),
+            eps=float(epilogue.eps),
         )
-    kernel = jax.ffi.ffi_call(ffi.cuda_target("compress", target), tuple(results), input_output_aliases=aliases)
-    out = kernel(*operands, **attributes, history=history)
+    out = launch("compress", target, tuple(results), *operands, aliases=aliases, **attributes, history=history)
     leaves = [[out[i] for i in made[name]] for name in names]
     return [(state, tuple(pool)) for state, *pool in leaves]
 
 
-IMPLEMENTATION = Implementation(
-    "compress", "cuda", call, supports, lambda: ffi.cuda_problem("compress"), ("dsv4_compress_csa", "dsv4_compress_hca")
-)
+IMPLEMENTATION = declare("compress", call, supports, "dsv4_compress_csa", "dsv4_compress_hca")

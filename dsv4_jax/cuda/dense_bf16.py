@@ -1,7 +1,7 @@
 """dense_bf16 in the project's own CUDA: one launch.
 
 Of a matrix of few rows, such as the router's gate, `csrc/dense/bf16.cu`, whatever the batch. Of others
-`csrc/dense/stream.cu`, for few rows of x: beyond `MOST_ROWS` the products are no longer a stream of weights. A row's
+`csrc/dense/stream.cu`, for few rows of x: beyond `MAX_ROWS` the products are no longer a stream of weights. A row's
 bits depend on that row and the weights alone as long as the same kernel runs.
 """
 
@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .. import ffi
 from ..ops.dense_bf16 import DenseBf16Arguments
-from ..ops.registry import Implementation
+from .calls import declare, launch
 
-__all__ = ["GATE_ROWS", "IMPLEMENTATION", "MOST_ROWS", "call", "supports"]
+__all__ = ["GATE_ROWS", "IMPLEMENTATION", "MAX_ROWS", "call", "supports"]
 
-GATE_ROWS, ROWS, COLUMNS, FEWEST, MOST = 512, 8, 1024, 2048, 8192  # of weights of few rows
-MOST_ROWS, TILE_ROWS, TILE_COLUMNS = 16, 64, 128  # of x; of others' weights
+GATE_ROWS, ROWS, COLUMNS, MIN_COLUMNS, MAX_COLUMNS = 512, 8, 1024, 2048, 8192  # of weights of few rows
+MAX_ROWS, TILE_ROWS, TILE_COLUMNS = 16, 64, 128  # of x; of others' weights
 
 
 def supports(arguments: DenseBf16Arguments) -> str | None:
@@ -26,11 +25,12 @@ def supports(arguments: DenseBf16Arguments) -> str | None:
     if _of_few_rows(arguments):
         return None
     (rows, columns), tokens, groups = arguments.weights.shape, arguments.x.shape[0], arguments.groups
-    if tokens > MOST_ROWS or rows % (groups * TILE_ROWS) or columns % TILE_COLUMNS:
+    if tokens > MAX_ROWS or rows % (groups * TILE_ROWS) or columns % TILE_COLUMNS:
         return (
-            f"it takes up to {MOST_ROWS} rows of x and weights of {TILE_ROWS}s of rows a group and {TILE_COLUMNS}s of "
-            f"columns; or, of one group and in float32, weights of up to {GATE_ROWS} rows in {ROWS}s and {FEWEST} to "
-            f"{MOST} columns in {COLUMNS}s, not {tokens} rows of x and {groups} groups of weights {rows} x {columns}"
+            f"it takes up to {MAX_ROWS} rows of x and weights of {TILE_ROWS}s of rows a group and {TILE_COLUMNS}s of "
+            f"columns; or, of one group and in float32, weights of up to {GATE_ROWS} rows in {ROWS}s and {MIN_COLUMNS} "
+            f"to {MAX_COLUMNS} columns in {COLUMNS}s, not {tokens} rows of x and {groups} groups of weights {rows} x "
+            f"{columns}"
         )
     return ffi.cuda_problem("dense_stream")
 
@@ -44,18 +44,16 @@ def call(arguments: DenseBf16Arguments) -> jax.Array:
     x, weights = arguments.x.astype(jnp.bfloat16), arguments.weights
     result = jax.ShapeDtypeStruct((x.shape[0], weights.shape[0]), arguments.dtype)
     if _of_few_rows(arguments):
-        return jax.ffi.ffi_call(ffi.cuda_target("dense_bf16", "dsv4_dense_bf16"), result)(x, weights)
-    kernel = jax.ffi.ffi_call(ffi.cuda_target("dense_stream", "dsv4_dense_stream"), result)
-    return kernel(x, weights, groups=np.int32(arguments.groups))
+        return launch("dense_bf16", "dsv4_dense_bf16", result, x, weights)
+    return launch("dense_stream", "dsv4_dense_stream", result, x, weights, groups=arguments.groups)
 
 
 def _of_few_rows(arguments: DenseBf16Arguments) -> bool:
     rows, columns = arguments.weights.shape
     plain = arguments.groups == 1 and arguments.dtype == jnp.float32
-    return plain and rows <= GATE_ROWS and not rows % ROWS and not columns % COLUMNS and FEWEST <= columns <= MOST
+    fits = MIN_COLUMNS <= columns <= MAX_COLUMNS and not columns % COLUMNS
+    return plain and fits and rows <= GATE_ROWS and not rows % ROWS
 
 
-IMPLEMENTATION = Implementation(
-    "dense_bf16", "cuda", call, supports, lambda: ffi.cuda_problem("dense_bf16"),
-    ("dsv4_dense_bf16", "dsv4_dense_stream"),
-)  # fmt: skip
+TARGETS = "dsv4_dense_bf16", "dsv4_dense_stream"
+IMPLEMENTATION = declare("dense_bf16", call, supports, *TARGETS, early=TARGETS)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import numpy as np
 
-from .. import ffi
 from ..ops.exchange import ExchangeArguments, Peers
-from ..ops.registry import Implementation
+from .calls import declare, launch
 
 __all__ = ["IMPLEMENTATION", "MAX_ARRAYS", "call", "supports"]
 
@@ -67,15 +65,10 @@ def call(arguments: ExchangeArguments) -> tuple[jax.Array, ...]:
         elif kind == "sum_to_owner":
             shape[0] //= peers.size
         results.append(jax.ShapeDtypeStruct(tuple(shape), array.dtype))
-    kernel: Any = jax.ffi.ffi_call(ffi.cuda_target("exchange", "dsv4_exchange"), tuple(results))
-    return tuple(
-        kernel(
-            *arguments.arrays, exchange=np.int64(peers.number), channel=np.int32(arguments.channel),
-            kind=np.int32(_KINDS[kind]), runs=np.array([run for _, run in _messages(arguments, peers)], np.int64),
-        )
-    )  # fmt: skip
+    runs = np.array([run for _, run in _messages(arguments, peers)], np.int64)
+    numbers = dict(exchange=peers.number, channel=arguments.channel, kind=_KINDS[kind], runs=runs)
+    return tuple(launch("exchange", "dsv4_exchange", tuple(results), *arguments.arrays, **numbers))
 
 
-IMPLEMENTATION = Implementation(
-    "exchange", "cuda", call, supports, lambda: ffi.cuda_problem("exchange"), ("dsv4_exchange",)
-)
+# What waits for other devices must not hold up the kernels beside it.
+IMPLEMENTATION = declare("exchange", call, supports, "dsv4_exchange", alone=("dsv4_exchange",))

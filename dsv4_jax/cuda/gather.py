@@ -8,9 +8,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from .. import ffi
 from ..ops.gather import GatherArguments
-from ..ops.registry import Implementation
+from .calls import declare, launch
 from .widths import KV_ROW, unsupported_rows
 
 __all__ = ["IMPLEMENTATION", "call", "supports"]
@@ -26,10 +25,8 @@ def supports(arguments: GatherArguments) -> str | None:
 def call(arguments: GatherArguments) -> jax.Array:
     """As `ops.gather.reference`, bit for bit. Raises `ImplementationError`: the CUDA library is not there."""
     ids, fmt = arguments.row_ids, arguments.fmt
-    kernel = jax.ffi.ffi_call(
-        ffi.cuda_target("gather", "dsv4_gather"), jax.ShapeDtypeStruct((ids.size, fmt.dim), arguments.dtype)
-    )
-    return kernel(ids.reshape(-1), *arguments.pool).reshape(*ids.shape, fmt.dim)
+    result = jax.ShapeDtypeStruct((ids.size, fmt.dim), arguments.dtype)
+    return launch("gather", "dsv4_gather", result, ids.reshape(-1), *arguments.pool).reshape(*ids.shape, fmt.dim)
 
 
-IMPLEMENTATION = Implementation("gather", "cuda", call, supports, lambda: ffi.cuda_problem("gather"), ("dsv4_gather",))
+IMPLEMENTATION = declare("gather", call, supports, "dsv4_gather")

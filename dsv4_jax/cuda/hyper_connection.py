@@ -1,6 +1,7 @@
-"""hyper_connection in the project's own CUDA for Hopper, in two launches: what the next block reads
-(`csrc/residual/hyper_connection_kernel.cuh`), and, beside that block, how its output goes into the streams (`hyper_mixing.cuh`).
+"""hyper_connection in the project's own CUDA for Hopper, in two launches.
 
+One makes what the next block reads (`csrc/residual/hyper_connection_kernel.cuh`), the other, beside that block, how its
+output goes into the streams (`csrc/residual/hyper_mixing.cuh`).
 Products are as exact as float32's. A token's bits depend on the token and the weights alone.
 """
 
@@ -8,15 +9,13 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from .. import ffi
 from ..ops.hyper_connection import HyperConnectionArguments
-from ..ops.registry import Implementation
+from .calls import declare, launch
 
-__all__ = ["IMPLEMENTATION", "MOST_TOKENS", "STREAMS", "WIDTHS", "call", "supports"]
+__all__ = ["IMPLEMENTATION", "MAX_TOKENS", "STREAMS", "WIDTHS", "call", "supports"]
 
-STREAMS, WIDTHS, MOST_TOKENS = 4, (4096, 7168), 2**17
+STREAMS, WIDTHS, MAX_TOKENS = 4, (4096, 7168), 2**17
 
 
 def supports(arguments: HyperConnectionArguments) -> str | None:
@@ -24,7 +23,7 @@ def supports(arguments: HyperConnectionArguments) -> str | None:
     tokens, n, width = arguments.streams.shape
     if n != STREAMS or width not in WIDTHS:
         return f"it takes {STREAMS} streams of {' or '.join(map(str, WIDTHS))} channels, not {n} of {width}"
-    return f"it takes up to {MOST_TOKENS} tokens, not {tokens}" if tokens > MOST_TOKENS else None
+    return f"it takes up to {MAX_TOKENS} tokens, not {tokens}" if tokens > MAX_TOKENS else None
 
 
 def call(arguments: HyperConnectionArguments):
@@ -45,22 +44,32 @@ def call(arguments: HyperConnectionArguments):
         if not head:
             aliases = {0: len(results)}
             results.append(jax.ShapeDtypeStruct((tokens, n * width), jnp.float32))
-    target = ffi.cuda_target("hyper_connection", "dsv4_hyper_connection")
-    kernel = jax.ffi.ffi_call(target, tuple(results), input_output_aliases=aliases)
-    out = kernel(
-        *operands, outputs=np.int32(len(written.outputs) if written else 0), hc_eps=np.float32(arguments.hc_eps),
-        eps=np.float32(arguments.eps), head=head, bf16=arguments.dtype == jnp.bfloat16,
-    )  # fmt: skip
+    out = launch(
+        "hyper_connection",
+        "dsv4_hyper_connection",
+        tuple(results),
+        *operands,
+        aliases=aliases,
+        outputs=len(written.outputs) if written else 0,
+        hc_eps=float(arguments.hc_eps),
+        eps=float(arguments.eps),
+        head=head,
+        bf16=arguments.dtype == jnp.bfloat16,
+    )
     if head:
         return out[0]
     x, back, *new = out
     shapes = tuple(jax.ShapeDtypeStruct((tokens, size), jnp.float32) for size in (n, n * n))
-    mixing = jax.ffi.ffi_call(ffi.cuda_target("hyper_connection", "dsv4_hyper_mixing"), shapes)
-    post, comb = mixing(back, iterations=np.int32(arguments.iterations), eps=np.float32(arguments.hc_eps))
+    settings = dict(iterations=arguments.iterations, eps=float(arguments.hc_eps))
+    post, comb = launch("hyper_connection", "dsv4_hyper_mixing", shapes, back, **settings)
     return x, (new[0].reshape(streams.shape) if new else streams), post, comb.reshape(tokens, n, n)
 
 
-IMPLEMENTATION = Implementation(
-    "hyper_connection", "cuda", call, supports, lambda: ffi.cuda_problem("hyper_connection"),
-    ("dsv4_hyper_connection", "dsv4_hyper_mixing"),
-)  # fmt: skip
+IMPLEMENTATION = declare(
+    "hyper_connection",
+    call,
+    supports,
+    "dsv4_hyper_connection",
+    "dsv4_hyper_mixing",
+    early=("dsv4_hyper_connection",),
+)

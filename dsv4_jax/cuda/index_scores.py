@@ -14,12 +14,9 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from .. import ffi
 from ..ops.index_scores import IndexScoresArguments
-from ..ops.registry import Implementation
-from .columns import float_columns
+from .calls import declare, float_columns, launch
 from .widths import INDEX_ROWS, WIDTHS, unsupported_rows
 
 __all__ = ["IMPLEMENTATION", "call", "supports"]
@@ -50,19 +47,13 @@ def call(arguments: IndexScoresArguments) -> jax.Array:
         ImplementationError: the CUDA library is not there.
     """
     queries, table, rows_per_block = arguments.queries, arguments.table, arguments.rows_per_block
-    kernel = jax.ffi.ffi_call(
-        ffi.cuda_target("index_scores", "dsv4_index_scores"),
-        jax.ShapeDtypeStruct((queries.shape[0], table.shape[1] * rows_per_block), jnp.float32),
-    )
+    result = jax.ShapeDtypeStruct((queries.shape[0], table.shape[1] * rows_per_block), jnp.float32)
     codes, key_scale = arguments.pool
     matrix, start = float_columns(arguments.weights, multiple=1)
-    return kernel(
-        codes, key_scale, queries.astype(jnp.bfloat16), matrix, table, arguments.count, base=np.int32(arguments.base),
-        rows_per_block=np.int32(rows_per_block), first_weight=np.int32(start),
-        weight_scale=np.float32(arguments.scale),
-    )  # fmt: skip
+    operands = codes, key_scale, queries.astype(jnp.bfloat16), matrix, table, arguments.count
+    numbers = dict(base=arguments.base, rows_per_block=rows_per_block, first_weight=start)
+    weight_scale = float(arguments.scale)
+    return launch("index_scores", "dsv4_index_scores", result, *operands, **numbers, weight_scale=weight_scale)
 
 
-IMPLEMENTATION = Implementation(
-    "index_scores", "cuda", call, supports, lambda: ffi.cuda_problem("index_scores"), ("dsv4_index_scores",)
-)
+IMPLEMENTATION = declare("index_scores", call, supports, "dsv4_index_scores")

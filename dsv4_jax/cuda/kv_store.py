@@ -1,6 +1,6 @@
-"""The store of `pools.KVPool` in the project's own CUDA (`csrc/rows/kv_store.cu`): bf16 rows into fp8 pools, in one launch.
+"""The store of `pools.KVPool` in the project's own CUDA (`csrc/rows/kv_store.cu`).
 
-Other storage is Pallas', which is as fast there.
+It is one launch that writes bf16 rows into fp8 pools. Other storage is Pallas', which is as fast there.
 """
 
 from __future__ import annotations
@@ -8,14 +8,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from .. import ffi
-from ..ops.registry import Implementation
 from ..pools.kv_pool import KVStoreArguments, Parts
+from .calls import declare, launch
 
 __all__ = ["IMPLEMENTATION", "call", "supports"]
 
 STEP = 8  # values that a lane takes at once
-MOST_WIDTH = 2048
+MAX_WIDTH = 2048
 
 
 def supports(arguments: KVStoreArguments) -> str | None:
@@ -25,24 +24,20 @@ def supports(arguments: KVStoreArguments) -> str | None:
     for name, x in (("k", arguments.k), ("v", arguments.v)):
         if x.dtype != jnp.bfloat16:
             return f"it takes bfloat16, {name} is {x.dtype}"
-        if x.shape[1] % STEP or x.shape[1] > MOST_WIDTH:
-            return f"it takes rows of a multiple of {STEP} up to {MOST_WIDTH} values, {name} has {x.shape[1]}"
+        if x.shape[1] % STEP or x.shape[1] > MAX_WIDTH:
+            return f"it takes rows of a multiple of {STEP} up to {MAX_WIDTH} values, {name} has {x.shape[1]}"
     return None
 
 
 def call(arguments: KVStoreArguments) -> tuple[Parts, Parts]:
     """As `pools.kv_pool.reference`, bit for bit. Raises `ImplementationError`: the CUDA library is not there."""
     pool = (*arguments.k_pool, *arguments.v_pool)
-    kernel = jax.ffi.ffi_call(
-        ffi.cuda_target("kv_store", "dsv4_kv_store"),
-        tuple(jax.ShapeDtypeStruct(part.shape, part.dtype) for part in pool),
-        input_output_aliases={3 + i: i for i in range(len(pool))},
-    )
-    stored = kernel(arguments.k, arguments.v, arguments.rows, *pool)
+    results = tuple(jax.ShapeDtypeStruct(part.shape, part.dtype) for part in pool)
+    operands = arguments.k, arguments.v, arguments.rows
+    aliases = {len(operands) + i: i for i in range(len(pool))}
+    stored = launch("kv_store", "dsv4_kv_store", results, *operands, *pool, aliases=aliases)
     half = len(arguments.k_pool)
     return tuple(stored[:half]), tuple(stored[half:])
 
 
-IMPLEMENTATION = Implementation(
-    "kv_store", "cuda", call, supports, lambda: ffi.cuda_problem("kv_store"), ("dsv4_kv_store",)
-)
+IMPLEMENTATION = declare("kv_store", call, supports, "dsv4_kv_store")

@@ -10,24 +10,22 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from .. import ffi
 from ..ops.moe import MoeArguments
-from ..ops.registry import Implementation
+from .calls import declare, launch
 
 __all__ = ["IMPLEMENTATION", "call", "supports", "workspace_bytes"]
 
-MOST_EXPERTS, MOST_TOP, MOST_PAIRS = 512, 16, 98_304
+MAX_EXPERTS, MAX_TOP, MAX_PAIRS = 512, 16, 98_304
 
 
 def supports(arguments: MoeArguments) -> str | None:
     """Why the kernel cannot take these arguments, None if it can."""
     (tokens, hidden), top = arguments.x.shape, arguments.chosen.shape[1]
     here, inter = arguments.down.shape[0], arguments.inter
-    if hidden % 256 or inter % 256 or here > MOST_EXPERTS or top > MOST_TOP or tokens * top > MOST_PAIRS:
+    if hidden % 256 or inter % 256 or here > MAX_EXPERTS or top > MAX_TOP or tokens * top > MAX_PAIRS:
         return (
-            f"it takes sizes in 256s, at most {MOST_EXPERTS} experts, {MOST_TOP} of them a token and {MOST_PAIRS} in "
+            f"it takes sizes in 256s, at most {MAX_EXPERTS} experts, {MAX_TOP} of them a token and {MAX_PAIRS} in "
             f"all, not {here} of {hidden} x {inter} for {tokens} tokens with {top} each"
         )
     return None
@@ -41,22 +39,17 @@ def call(arguments: MoeArguments) -> jax.Array:
     """
     (tokens, hidden), top = arguments.x.shape, arguments.chosen.shape[1]
     here, inter = arguments.down.shape[0], arguments.inter
-    kernel = jax.ffi.ffi_call(
-        ffi.cuda_target("moe", "dsv4_moe"),
-        (
-            jax.ShapeDtypeStruct((tokens, hidden), jnp.float32),
-            jax.ShapeDtypeStruct((workspace_bytes(tokens, top, hidden, inter, here),), jnp.uint8),
-        ),
+    results = (
+        jax.ShapeDtypeStruct((tokens, hidden), jnp.float32),
+        jax.ShapeDtypeStruct((workspace_bytes(tokens, top, hidden, inter, here),), jnp.uint8),
     )
-    out, _ = kernel(
-        arguments.x.astype(jnp.bfloat16), arguments.chosen, arguments.share.astype(jnp.float32), arguments.gate_up,
-        arguments.down, first=np.int32(arguments.first), routed=np.int32(arguments.routed),
-        limit=np.float32(arguments.limit),
-    )  # fmt: skip
-    return out
+    share = arguments.share.astype(jnp.float32)
+    operands = arguments.x.astype(jnp.bfloat16), arguments.chosen, share, arguments.gate_up, arguments.down
+    settings = dict(first=arguments.first, routed=arguments.routed, limit=float(arguments.limit))
+    return launch("moe", "dsv4_moe", results, *operands, **settings)[0]
 
 
-IMPLEMENTATION = Implementation("moe", "cuda", call, supports, lambda: ffi.cuda_problem("moe"), ("dsv4_moe",))
+IMPLEMENTATION = declare("moe", call, supports, "dsv4_moe")
 
 
 def workspace_bytes(tokens: int, top: int, hidden: int, inter: int, here: int) -> int:

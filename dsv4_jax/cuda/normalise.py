@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from .. import ffi
 from ..ops.normalise import NormaliseArguments
-from ..ops.registry import Implementation
-from .columns import float_columns
+from .calls import declare, float_columns, launch
 
 __all__ = ["IMPLEMENTATION", "call", "supports"]
 
-MOST, STEP = 8192, 4
+MAX_COLUMNS, STEP = 8192, 4
 
 
 def supports(arguments: NormaliseArguments) -> str | None:
@@ -21,7 +18,9 @@ def supports(arguments: NormaliseArguments) -> str | None:
     width = arguments.weight.shape[0]
     if arguments.dtype != jnp.bfloat16:
         return f"it rounds to bfloat16, not to {arguments.dtype.name}"
-    return f"it takes up to {MOST} columns in {STEP}s, not {width}" if width > MOST or width % STEP else None
+    return (
+        f"it takes up to {MAX_COLUMNS} columns in {STEP}s, not {width}" if width > MAX_COLUMNS or width % STEP else None
+    )
 
 
 def call(arguments: NormaliseArguments) -> jax.Array:
@@ -31,12 +30,9 @@ def call(arguments: NormaliseArguments) -> jax.Array:
         ImplementationError: the CUDA library is not there.
     """
     matrix, start = float_columns(arguments.values)
-    kernel = jax.ffi.ffi_call(
-        ffi.cuda_target("normalise", "dsv4_normalise"), jax.ShapeDtypeStruct(arguments.values.shape, jnp.bfloat16)
-    )
-    return kernel(matrix, arguments.weight, start=np.int32(start), eps=np.float32(arguments.eps))
+    result = jax.ShapeDtypeStruct(arguments.values.shape, jnp.bfloat16)
+    settings = dict(start=start, eps=float(arguments.eps))
+    return launch("normalise", "dsv4_normalise", result, matrix, arguments.weight, **settings)
 
 
-IMPLEMENTATION = Implementation(
-    "normalise", "cuda", call, supports, lambda: ffi.cuda_problem("normalise"), ("dsv4_normalise",)
-)
+IMPLEMENTATION = declare("normalise", call, supports, "dsv4_normalise", early=("dsv4_normalise",))

@@ -1,6 +1,7 @@
 """finish_queries in the project's own CUDA (`csrc/attend/queries_kernel.cuh`): one launch in place of a dozen fusions.
 
-Of a `Product` (a long chunk's) the kernel multiplies too (`csrc/attend/query_product_kernel.cuh`): its sums stay on the chip.
+Of a `Product` (a long chunk's) the kernel multiplies too (`csrc/attend/query_product_kernel.cuh`): its sums stay on the
+chip.
 
 Takes heads of V4's KV rows, and of its index keys for the indexer (`widths`).
 """
@@ -9,14 +10,12 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .. import ffi
 from ..ops.columns import Product
 from ..ops.numerics import rope_tables
 from ..ops.queries import QueriesArguments
-from ..ops.registry import Implementation
-from .columns import float_columns
+from .calls import declare, float_columns, launch
 from .widths import WIDTHS
 
 __all__ = ["IMPLEMENTATION", "call", "supports"]
@@ -45,14 +44,13 @@ def call(arguments: QueriesArguments) -> jax.Array:
     """
     queries, tables = arguments.queries, rope_tables(arguments.position, arguments.inv_freq)
     result = jax.ShapeDtypeStruct(queries.shape, jnp.bfloat16)
-    eps = np.float32(-1 if arguments.eps is None else arguments.eps)
+    eps = float(-1 if arguments.eps is None else arguments.eps)
     steps = dict(eps=eps, hadamard=arguments.rotate, round_fp4=arguments.round_fp4)
     if isinstance(queries, Product) and _multiplies(queries, arguments.eps):
-        kernel = jax.ffi.ffi_call(ffi.cuda_target("query_product", "dsv4_query_product"), result)
-        return kernel(queries.x, queries.weights, *tables, **steps)
+        operands = queries.x, queries.weights, *tables
+        return launch("query_product", "dsv4_query_product", result, *operands, **steps)
     matrix, start = float_columns(queries)
-    kernel = jax.ffi.ffi_call(ffi.cuda_target("queries", "dsv4_finish_queries"), result)
-    return kernel(matrix, *tables, start=np.int32(start), **steps)
+    return launch("queries", "dsv4_finish_queries", result, matrix, *tables, start=start, **steps)
 
 
 def _multiplies(queries: Product, eps: float | None) -> bool:
@@ -62,11 +60,6 @@ def _multiplies(queries: Product, eps: float | None) -> bool:
     return fits and (eps is not None) == (dim == WIDTHS.dim) and ffi.cuda_problem("query_product") is None
 
 
-IMPLEMENTATION = Implementation(
-    "queries",
-    "cuda",
-    call,
-    supports,
-    lambda: ffi.cuda_problem("queries"),
-    ("dsv4_finish_queries", "dsv4_query_product"),
+IMPLEMENTATION = declare(
+    "queries", call, supports, "dsv4_finish_queries", "dsv4_query_product", early=("dsv4_finish_queries",)
 )

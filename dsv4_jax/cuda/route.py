@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from .. import ffi
-from ..ops.registry import Implementation
 from ..ops.route import RouteArguments
+from .calls import declare, launch
 
-__all__ = ["IMPLEMENTATION", "MOST_EXPERTS", "MOST_TOP", "call", "supports"]
+__all__ = ["IMPLEMENTATION", "MAX_EXPERTS", "MAX_TOP", "call", "supports"]
 
-MOST_EXPERTS, MOST_TOP = 512, 8
+MAX_EXPERTS, MAX_TOP = 512, 8
 
 
 def supports(arguments: RouteArguments) -> str | None:
     """Why the kernel cannot take these arguments, None if it can."""
     experts, top = arguments.logits.shape[1], arguments.top
-    if experts > MOST_EXPERTS or top > MOST_TOP:
-        return f"it takes up to {MOST_EXPERTS} experts and {MOST_TOP} of them a token, not {experts} and {top}"
+    if experts > MAX_EXPERTS or top > MAX_TOP:
+        return f"it takes up to {MAX_EXPERTS} experts and {MAX_TOP} of them a token, not {experts} and {top}"
     return None
 
 
@@ -31,10 +29,9 @@ def call(arguments: RouteArguments) -> tuple[jax.Array, jax.Array]:
     """
     shape, hashed = (arguments.logits.shape[0], arguments.top), arguments.chosen is not None
     results = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)
-    kernel = jax.ffi.ffi_call(ffi.cuda_target("route", "dsv4_route"), results)
-    picks = arguments.chosen if hashed else arguments.bias
-    chosen, share = kernel(arguments.logits, picks, hashed=hashed, scale=np.float32(arguments.scale))
+    operands = arguments.logits, arguments.chosen if hashed else arguments.bias
+    chosen, share = launch("route", "dsv4_route", results, *operands, hashed=hashed, scale=float(arguments.scale))
     return chosen, share
 
 
-IMPLEMENTATION = Implementation("route", "cuda", call, supports, lambda: ffi.cuda_problem("route"), ("dsv4_route",))
+IMPLEMENTATION = declare("route", call, supports, "dsv4_route", early=("dsv4_route",))

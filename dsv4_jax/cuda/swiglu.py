@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from .. import ffi
-from ..ops.registry import Implementation
 from ..ops.swiglu import SwigluArguments
-from .columns import float_columns
+from .calls import declare, float_columns, launch
 
 __all__ = ["IMPLEMENTATION", "call", "supports"]
 
-MOST, STEP = 2**24, 4
+MAX_COLUMNS, STEP = 2**24, 4
 
 
 def supports(arguments: SwigluArguments) -> str | None:
@@ -24,7 +21,9 @@ def supports(arguments: SwigluArguments) -> str | None:
     width = arguments.gate.shape[1]
     if arguments.dtype != jnp.bfloat16:
         return f"it rounds to bfloat16, not to {arguments.dtype.name}"
-    return f"it takes up to {MOST} columns in {STEP}s, not {width}" if width > MOST or width % STEP else None
+    return (
+        f"it takes up to {MAX_COLUMNS} columns in {STEP}s, not {width}" if width > MAX_COLUMNS or width % STEP else None
+    )
 
 
 def call(arguments: SwigluArguments) -> jax.Array:
@@ -34,11 +33,9 @@ def call(arguments: SwigluArguments) -> jax.Array:
         ImplementationError: the CUDA library is not there.
     """
     (gate, gate_start), (up, up_start) = float_columns(arguments.gate), float_columns(arguments.up)
-    kernel = jax.ffi.ffi_call(
-        ffi.cuda_target("swiglu", "dsv4_swiglu"), jax.ShapeDtypeStruct(arguments.gate.shape, jnp.bfloat16)
-    )
-    starts = {"gate_start": np.int32(gate_start), "up_start": np.int32(up_start)}
-    return kernel(gate, up, limit=np.float32(arguments.limit), **starts)
+    result = jax.ShapeDtypeStruct(arguments.gate.shape, jnp.bfloat16)
+    settings = dict(limit=float(arguments.limit), gate_start=gate_start, up_start=up_start)
+    return launch("swiglu", "dsv4_swiglu", result, gate, up, **settings)
 
 
-IMPLEMENTATION = Implementation("swiglu", "cuda", call, supports, lambda: ffi.cuda_problem("swiglu"), ("dsv4_swiglu",))
+IMPLEMENTATION = declare("swiglu", call, supports, "dsv4_swiglu")

@@ -10,9 +10,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from .. import ffi
-from ..ops.registry import Implementation
 from ..ops.top_k import TopKArguments
+from .calls import declare, launch
 
 __all__ = ["IMPLEMENTATION", "call", "supports"]
 
@@ -35,12 +34,9 @@ def call(arguments: TopKArguments) -> tuple[jax.Array, jax.Array]:
         ImplementationError: the CUDA library is not there.
     """
     tokens, k = arguments.scores.shape[0], arguments.k
-    kernel = jax.ffi.ffi_call(
-        ffi.cuda_target("top_k", "dsv4_top_k"),
-        (jax.ShapeDtypeStruct((tokens, k), jnp.int32), jax.ShapeDtypeStruct((tokens,), jnp.int32)),
-    )
-    indices, kept = kernel(arguments.scores.astype(jnp.float32), arguments.count)
+    results = jax.ShapeDtypeStruct((tokens, k), jnp.int32), jax.ShapeDtypeStruct((tokens,), jnp.int32)
+    indices, kept = launch("top_k", "dsv4_top_k", results, arguments.scores.astype(jnp.float32), arguments.count)
     return indices, kept
 
 
-IMPLEMENTATION = Implementation("top_k", "cuda", call, supports, lambda: ffi.cuda_problem("top_k"), ("dsv4_top_k",))
+IMPLEMENTATION = declare("top_k", call, supports, "dsv4_top_k")

@@ -18,7 +18,6 @@ from ..errors import ShapeError
 from ..ops.hyper_connection import Written
 from ..ops.no_gradient import without_gradient
 from ..ops.registry import Choice
-from ..ops.sequence import EARLY
 from ..plan import PackedPlan, StepPlan
 from ..step import CacheStep, LayerCacheHandle
 from .attention import attention
@@ -205,7 +204,7 @@ def joined(function: Callable[[], T], rows: int) -> Callable[[], T]:
     """Returns `function` with many of its kernels in one call (`ops.in_sequence`) where that gains for so many rows."""
     if rows > MAX_JOINED:
         return function
-    return ops.in_sequence(function, early=EARLY if rows <= MAX_EARLY else ())
+    return ops.in_sequence(function, early=None if rows <= MAX_EARLY else ())
 
 
 def check_tokens(tokens: Any, scheduled: int) -> None:

@@ -66,6 +66,9 @@ class Implementation:
             can be asked while a function is traced.
         problem: why it cannot be used in this process, whatever the arguments, or None.
         targets: the XLA FFI targets that it calls.
+        alone: those of them that must not be one of several kernels of a call (`ops.in_sequence`).
+        early: those of them that gain by starting while the kernel before them in such a call ends (docs/kernels.md:
+            others take room that it needs).
     """
 
     op: str
@@ -74,6 +77,8 @@ class Implementation:
     supports: Callable[[Any], str | None] = lambda arguments: None
     problem: Callable[[], str | None] = lambda: None
     targets: tuple[str, ...] = ()
+    alone: tuple[str, ...] = ()
+    early: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 XLA prepares each custom call of a step by itself, on the host, in every step; and from one to the next its command
 buffers wait for the last block of a kernel before the first of the next one starts. Within a call neither need be: a
-kernel of `csrc/` that comes second may ask for its weights while the one before it still runs (`csrc/common/overlap.cuh`), and
-those that need nothing of one another run side by side, on streams that the call forks and joins (`csrc/fusion/sequence.cu`).
+kernel of `csrc/` that comes second may ask for its weights while the one before it still runs
+(`csrc/common/overlap.cuh`), and those that need nothing of one another run side by side, on streams that the call forks
+and joins (`csrc/fusion/sequence.cu`).
 
 `in_sequence` makes such calls of the ones that a function makes. Which of them become one: those that wait for the same
 operations of XLA's, and for which the same ones wait (`grouping`). So none waits for more than it must.
@@ -20,57 +21,29 @@ import numpy as np
 from jax.extend.core import Literal
 
 from .. import ffi
+from . import registry
 from .grouping import CallNode, groups_of, in_order, read_program
 from .lanes import places
 
-__all__ = ["EARLY", "TARGETS", "in_sequence"]
+__all__ = ["in_sequence"]
 
 T = TypeVar("T")
-# What csrc/fusion/sequence.cu calls.
-TARGETS = frozenset(
-    f"dsv4_{name}"
-    for name in (
-        "append",
-        "attend",
-        "attend_rows",
-        "compress_csa",
-        "compress_hca",
-        "dense_bf16",
-        "dense_fp8",
-        "dense_stream",
-        "entry_rows",
-        "finish_queries",
-        "hyper_connection",
-        "hyper_mixing",
-        "index_scores",
-        "moe",
-        "normalise",
-        "route",
-        "swiglu",
-        "top_k",
-    )
-)
-# Those that gain by starting while the kernel before them ends (docs/kernels.md: others take room that it needs).
-EARLY = frozenset(
-    f"dsv4_{name}"
-    for name in (
-        "dense_bf16",
-        "dense_fp8",
-        "dense_stream",
-        "finish_queries",
-        "hyper_connection",
-        "normalise",
-        "route",
-    )
-)
+
+
+@functools.cache
+def _kernels() -> tuple[frozenset[str], frozenset[str]]:
+    """The CUDA kernels that may be joined, and those of them that may start early, as their implementations say."""
+    kernels = [registry.find(op.name, "cuda") for op in registry.OPS.values() if "cuda" in op.names]
+    targets = {target for kernel in kernels for target in kernel.targets if target not in kernel.alone}
+    return frozenset(targets), frozenset(target for kernel in kernels for target in kernel.early)
 
 
 def in_sequence(
     function: Callable[..., T],
-    targets: Iterable[str] = TARGETS,
+    targets: Iterable[str] | None = None,
     platform: str = "cuda",
     *,
-    early: Iterable[str] = EARLY,
+    early: Iterable[str] | None = None,
 ) -> Callable[..., T]:
     """`function`, whose kernels are a few calls.
 
@@ -81,9 +54,9 @@ def in_sequence(
 
     Args:
         function: of pytrees of arrays, to be traced.
-        targets: of the FFI calls that may be joined.
+        targets: of the FFI calls that may be joined; None: all CUDA kernels that do not say otherwise.
         platform: of the library that has the sequence: "cuda" or "cpu".
-        early: those that may start while the kernel before them ends.
+        early: those that may start while the kernel before them ends; None: all that gain by it.
     """
 
     @functools.wraps(function)
@@ -91,7 +64,9 @@ def in_sequence(
         if platform == "cuda" and jax.default_backend() != "gpu":
             return function(*args)
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-        out = _evaluate(closed, jax.tree.leaves(args), frozenset(targets), frozenset(early), platform)
+        joinable = _kernels()[0] if targets is None else frozenset(targets)
+        ahead = _kernels()[1] if early is None else frozenset(early)
+        out = _evaluate(closed, jax.tree.leaves(args), joinable, ahead, platform)
         return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
     return joined

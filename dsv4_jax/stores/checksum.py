@@ -8,8 +8,8 @@ in two words could cancel; shifted, they are low bits. For unrelated changes a c
 worst (a multilinear hash of 32-bit pieces). Against accidents, not attackers: it has no secret, so whoever can write
 the file can make a header for any bytes.
 
-Level one is what costs. csrc/swap/checksum.cc makes both sums in one pass, without the interpreter's lock: on one core 20
-GB/s of what is in the cache, 8 of what is not. Without that library NumPy makes the same sums in two passes, 3 to 7
+Level one is what costs. csrc/swap/checksum.cc makes both sums in one pass, without the interpreter's lock: on one core
+20 GB/s of what is in the cache, 8 of what is not. Without that library NumPy makes the same sums in two passes, 3 to 7
 GB/s, in part with the lock held. Why not a library: zlib's CRC-32 measured 2 to 4 GB/s and SHA-256 1.4, less than a
 good disk reads.
 """

@@ -36,11 +36,13 @@ def arguments(tokens: int = 2, heads: int = 64, window: int = 128, entries: int 
     s = jax.ShapeDtypeStruct
     rows = lambda n: (s((n, 448), jnp.uint8), s((n, 64), jnp.uint16), s((n, 8), jnp.uint8))  # noqa: E731
     return (
-        s((tokens, heads, 512), jnp.float32), s((heads,), jnp.float32),
+        s((tokens, heads, 512), jnp.float32),
+        s((heads,), jnp.float32),
         WindowView(rows(1024), s((tokens, window), jnp.int32), s((tokens, window), jnp.bool)),
         rows(4096) if entries else None,
-        s((tokens, entries), jnp.int32) if entries else None, s((tokens,), jnp.int32) if entries else None,
-    )  # fmt: skip
+        s((tokens, entries), jnp.int32) if entries else None,
+        s((tokens,), jnp.int32) if entries else None,
+    )
 
 
 @pytest.fixture
@@ -65,9 +67,17 @@ def test_a_file_that_is_no_library_is_refused(no_library):
 
 @pytest.mark.parametrize(
     ("entries", "key_split", "splits", "blocks"),
-    [(512, "throughput", 2, 8), (1024, "throughput", 2, 8), (8192, "throughput", 6, 8), (0, "throughput", 1, 8),
-     (64, "latency", 3, 1), (512, "latency", 4, 8), (1024, "latency", 6, 8), (8192, "latency", 8, 1)],
-)  # fmt: skip
+    [
+        (512, "throughput", 2, 8),
+        (1024, "throughput", 2, 8),
+        (8192, "throughput", 6, 8),
+        (0, "throughput", 1, 8),
+        (64, "latency", 3, 1),
+        (512, "latency", 4, 8),
+        (1024, "latency", 6, 8),
+        (8192, "latency", 8, 1),
+    ],
+)
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.usefixtures("assumed_library")
 def test_lowers_to_one_ffi_call(entries, key_split, splits, blocks, fused):
@@ -84,9 +94,13 @@ def test_lowers_to_one_ffi_call(entries, key_split, splits, blocks, fused):
 
 @pytest.mark.parametrize(
     ("heads", "key_split", "splits"),
-    [(64, "throughput", [1, 1, 2, 2, 6, 6]), (128, "throughput", [1, 1, 1, 1, 6, 6]),
-     (64, "latency", [2, 3, 4, 6, 8, 8]), (128, "latency", [2, 3, 4, 4, 8, 8])],
-)  # fmt: skip
+    [
+        (64, "throughput", [1, 1, 2, 2, 6, 6]),
+        (128, "throughput", [1, 1, 1, 1, 6, 6]),
+        (64, "latency", [2, 3, 4, 6, 8, 8]),
+        (128, "latency", [2, 3, 4, 4, 8, 8]),
+    ],
+)
 def test_splits_do_not_depend_on_the_batch_and_fit_a_cluster(heads, key_split, splits):
     assert [kernel.split_count(128, k, heads, key_split) for k in (0, 1, 512, 1024, 8192, 1 << 20)] == splits
     more = [kernel.split_count(128, k, heads, key_split) for k in range(0, 20_000, 32)]
@@ -150,9 +164,13 @@ def test_other_formats_are_refused():
     rng = np.random.default_rng(0)
     rows = oracle.encode(fmt, rng.standard_normal((24, 64)))
     args = (
-        rng.standard_normal((2, 4, 64)).astype(np.float32), np.zeros(4, np.float32),
-        WindowView(rows, rng.integers(0, 24, (2, 16)).astype(np.int32), np.ones((2, 16), bool)), None, None, None,
-    )  # fmt: skip
+        rng.standard_normal((2, 4, 64)).astype(np.float32),
+        np.zeros(4, np.float32),
+        WindowView(rows, rng.integers(0, 24, (2, 16)).astype(np.int32), np.ones((2, 16), bool)),
+        None,
+        None,
+        None,
+    )
     with pytest.raises(
         ImplementationError, match=r"attend: .*'cuda' cannot run: .* rows of .* or of 512 bf16, not of 64 bf16"
     ):

@@ -46,7 +46,7 @@ class TestCMake:
             ("80;89", "80;89;90", "80-real;89-real||"),
             ("90;90", "80;90", "90-real|90-real|90a-real"),
         ],
-    )  # fmt: skip
+    )
     def test_every_source_for_all_that_can_run_it(self, tmp_path, asked: str, supported: str, groups: str) -> None:
         run = choose(tmp_path, asked, supported)
         assert run.returncode == 0, run.stderr
@@ -67,9 +67,8 @@ class TestCMake:
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path):
     """A library that says it has swap for 8.0, 9.0 and 10.0, attend and append for 9.0, and no other kernel."""
-    built = {"swap": "800, 900, 1000", "attend": "900", "append": "900"}
-    source = "".join(f"const int dsv4_{op}_built_for[] = {{{codes}, 0}};\n" for op, codes in built.items())
-    monkeypatch.setenv("DSV4_JAX_CUDA_LIBRARY", str(fake_cuda(tmp_path / "libfake.so", source)))
+    built = {"dsv4_swap_out": "swap 800, 900, 1000", "dsv4_attend": "attend 900", "dsv4_append": "append 900"}
+    monkeypatch.setenv("DSV4_JAX_CUDA_LIBRARY", str(fake_cuda(tmp_path / "libfake.so", built)))
     monkeypatch.setattr(ffi, "_register", lambda platform, library, target: target)  # it has no handlers
     ffi.load_cuda.cache_clear()
     yield

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv4_jax.cuda.columns import float_columns
+from dsv4_jax.cuda.calls import float_columns
 from dsv4_jax.ops import append, compress_csa, finish_queries, index_scores
 from dsv4_jax.ops.columns import Columns
 from dsv4_jax.ops.compress import CompressorInputs
@@ -59,10 +59,18 @@ def test_lowers_without_a_slice(start: int) -> None:
             compress_csa(fed, plan, table, implementation="cuda"),
             finish_queries(of(2, 512), ids, jnp.ones(32), eps=1e-6, implementation="cuda"),
             index_scores(
-                keys, index, of(4), jnp.zeros((4, 2), jnp.int32), ids, base=0, rows_per_block=32, fmt=INDEX, scale=0.5,
+                keys,
+                index,
+                of(4),
+                jnp.zeros((4, 2), jnp.int32),
+                ids,
+                base=0,
+                rows_per_block=32,
+                fmt=INDEX,
+                scale=0.5,
                 implementation="cuda",
             ),
-        )  # fmt: skip
+        )
 
     trace = functools.partial(jax.jit(call).trace, jax.ShapeDtypeStruct((4, 1040), jnp.float32))
     text = trace().lower(lowering_platforms=("cuda",)).as_text()

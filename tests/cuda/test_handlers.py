@@ -13,7 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dsv4_jax import ffi, libraries
 from dsv4_jax.cuda.widths import BF16_ROW
+from dsv4_jax.errors import ImplementationError
 from dsv4_jax.ops import (
     Peers,
     WindowView,
@@ -33,7 +35,6 @@ from dsv4_jax.ops import (
     index_scores,
     moe,
     normalise,
-    registry,
     route,
     sum_to_all,
     sum_to_owner,
@@ -46,7 +47,6 @@ from dsv4_jax.pools.kv_pool import store_kv
 from ..ops.test_columns import INDEX, KV
 from ..pallas.test_append import random_epilogue
 from ..pallas.test_compress import FP4, FP8, plan_of, stream_of
-from .test_c_entries import cuda_library
 
 IDS = jnp.arange(4, dtype=jnp.int32)
 ONLY_THE_STREAM = r"bad operands at: 0\)\s+Diagnostics:\s+Failed to get platform stream: XLA FFI GPU context"
@@ -54,12 +54,14 @@ ONLY_THE_STREAM = r"bad operands at: 0\)\s+Diagnostics:\s+Failed to get platform
 
 @functools.cache
 def register() -> None:
-    """The handlers of the CUDA library for the CPU too; swap's have twins there, and tests of their own."""
-    library = cuda_library()
-    for op in registry.OPS.values():
-        for target in registry.find(op.name, "cuda").targets if "cuda" in op.names else ():
-            handler = getattr(library, target.title().replace("_", ""))
-            jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(handler), platform="cpu")
+    """The handlers of the CUDA library for the CPU too; swaps and sequences have twins there, and tests."""
+    try:
+        library = libraries.open_cuda()
+    except ImplementationError as error:
+        pytest.skip(str(error))
+    for target, handler in ffi.handlers(library).items():
+        if handler.op not in ("swap", "sequence"):
+            jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(handler.address), platform="cpu")
 
 
 def rows(count: int, fmt) -> tuple[jax.Array, ...]:
@@ -103,9 +105,16 @@ def call_hyper_connection(outputs: int, head: bool = False):
 
 def call_index_scores():
     return index_scores(
-        rows(64, INDEX), jnp.zeros((4, 4, 128)), jnp.zeros((4, 4)), jnp.zeros((4, 2), jnp.int32), IDS, base=0,
-        rows_per_block=32, fmt=INDEX, implementation="cuda",
-    )  # fmt: skip
+        rows(64, INDEX),
+        jnp.zeros((4, 4, 128)),
+        jnp.zeros((4, 4)),
+        jnp.zeros((4, 2), jnp.int32),
+        IDS,
+        base=0,
+        rows_per_block=32,
+        fmt=INDEX,
+        implementation="cuda",
+    )
 
 
 def call_kv_store():

@@ -81,9 +81,14 @@ class TestOperands:
 
     @pytest.mark.parametrize(
         ("wrong", "match"),
-        [(dict(blocks=10**6), "do not fit"), (dict(slots=10**6), "do not fit"), (dict(base=10**6), "do not fit"),
-         (dict(ordinal=2), "do not fit"), (dict(ring=7), "at least 8")],
-    )  # fmt: skip
+        [
+            (dict(blocks=10**6), "do not fit"),
+            (dict(slots=10**6), "do not fit"),
+            (dict(base=10**6), "do not fit"),
+            (dict(ordinal=2), "do not fit"),
+            (dict(ring=7), "at least 8"),
+        ],
+    )
     def test_compress(self, wrong: dict[str, int], match: str) -> None:
         plan, table = plan_of(np.array([3, 126]), 1)
         stream = stream_of("csa", plan, table, FP8, 0, np.random.default_rng(0))
@@ -104,13 +109,16 @@ class TestOperands:
         def call(tokens: int, base: int):
             out = jax.ShapeDtypeStruct((tokens, 32), jnp.float32)
             return lambda *operands: jax.ffi.ffi_call(cuda_target("index_scores", "dsv4_index_scores"), out)(
-                *operands, base=np.int32(base), rows_per_block=np.int32(32), first_weight=np.int32(0),
+                *operands,
+                base=np.int32(base),
+                rows_per_block=np.int32(32),
+                first_weight=np.int32(0),
                 weight_scale=np.float32(1),
-            )  # fmt: skip
+            )
 
         operands = (*pool, queries, weights, table, count)
         jax.block_until_ready(jax.jit(call(2, 32))(*operands))
-        refused(call(3, 32), *operands, match="shapes of queries")
+        refused(call(3, 32), *operands, match="scores is")
         refused(call(2, 36), *operands, match="less than a block")
         refused(call(2, 30), *operands, match="multiple of 4")
 

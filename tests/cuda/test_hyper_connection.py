@@ -54,7 +54,7 @@ def test_sizes_are_those_of_the_source() -> None:
     source, header = ((CSRC / f"residual/hyper_connection{end}").read_text() for end in (".cu", "_kernel.cuh"))
     assert f"kStreams = {kernel.STREAMS};" in (CSRC / "residual/hyper_mixing.cuh").read_text()
     assert "kFlashWidth = {}, kProWidth = {};".format(*kernel.WIDTHS) in source
-    assert "kHyperMostTokens = 1 << 17;" in header and kernel.MOST_TOKENS == 1 << 17
+    assert "kHyperMaxTokens = 1 << 17;" in header and kernel.MAX_TOKENS == 1 << 17
 
 
 @pytest.mark.gpu

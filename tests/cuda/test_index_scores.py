@@ -36,10 +36,14 @@ def test_lowers_to_one_ffi_call(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "heads", "dim", "per_block", "base", "reason"),
-    [("bf16", 4, 128, 32, 0, "built for rows of .* not of 128 bf16"), ("fp4", 4, 64, 32, 0, "not of 64 e2m1"),
-     ("fp8", 65, 128, 32, 0, "64 heads, not 65"), ("fp8", 4, 128, 8, 0, "a multiple of 16 keys, not 8"),
-     ("fp4", 4, 128, 32, 6, "a base that is a multiple of 4, not 6")],
-)  # fmt: skip
+    [
+        ("bf16", 4, 128, 32, 0, "built for rows of .* not of 128 bf16"),
+        ("fp4", 4, 64, 32, 0, "not of 64 e2m1"),
+        ("fp8", 65, 128, 32, 0, "64 heads, not 65"),
+        ("fp8", 4, 128, 8, 0, "a multiple of 16 keys, not 8"),
+        ("fp4", 4, 128, 32, 6, "a base that is a multiple of 4, not 6"),
+    ],
+)
 @pytest.mark.usefixtures("assumed_library")
 def test_what_the_kernel_cannot_take_is_refused(
     name: str, heads: int, dim: int, per_block: int, base: int, reason: str
@@ -48,9 +52,12 @@ def test_what_the_kernel_cannot_take_is_refused(
     rng = np.random.default_rng(0)
     pool = tuple(np.zeros((4 * per_block, p.width), p.dtype) for p in fmt.parts)
     args = (
-        pool, rng.standard_normal((1, heads, dim)).astype(np.float32), np.ones((1, heads), np.float32),
-        np.ones((1, 2), np.int32), np.full(1, 3, np.int32),
-    )  # fmt: skip
+        pool,
+        rng.standard_normal((1, heads, dim)).astype(np.float32),
+        np.ones((1, heads), np.float32),
+        np.ones((1, 2), np.int32),
+        np.full(1, 3, np.int32),
+    )
     with pytest.raises(ImplementationError, match=f"index_scores: .*'cuda' cannot run: .*{reason}"):
         jit_scores(*args, base=base, rows_per_block=per_block, fmt=fmt, implementation="cuda")
 
@@ -87,11 +94,22 @@ def test_odd_scales_and_nan_on_the_gpu(name: str) -> None:
         scale[5] = 0
         codes[9, 77] = 0xFF
     queries, weights = rng.standard_normal((1, 64, 128)), rng.standard_normal((1, 64))
-    scores = [np.array(index_scores(
-        (jnp.asarray(codes), jnp.asarray(scale)), jnp.asarray(queries, jnp.bfloat16), jnp.asarray(weights, jnp.float32),
-        jnp.arange(4, dtype=jnp.int32)[None], jnp.full(1, 128, jnp.int32), base=0, rows_per_block=32, fmt=fmt,
-        implementation=implementation,
-    ))[0] for implementation in ("cuda", "xla")]  # fmt: skip
+    scores = [
+        np.array(
+            index_scores(
+                (jnp.asarray(codes), jnp.asarray(scale)),
+                jnp.asarray(queries, jnp.bfloat16),
+                jnp.asarray(weights, jnp.float32),
+                jnp.arange(4, dtype=jnp.int32)[None],
+                jnp.full(1, 128, jnp.int32),
+                base=0,
+                rows_per_block=32,
+                fmt=fmt,
+                implementation=implementation,
+            )
+        )[0]
+        for implementation in ("cuda", "xla")
+    ]
     assert np.isnan(scores[0][9]) and scores[0][5] == 0
     for score in scores:
         score[9] = 0
@@ -130,10 +148,17 @@ def test_fp8_products_of_fp4_queries_on_the_gpu(scales: str, bound: float) -> No
 
     def run(first: int, last: int) -> np.ndarray:
         part = (jnp.asarray(x[first:last]) for x in (queries, weights, table))
-        return np.asarray(index_scores(
-            (jnp.asarray(codes), jnp.asarray(scale)), *part, jnp.full(last - first, rows, jnp.int32),
-            base=0, rows_per_block=32, fmt=fmt, implementation="cuda",
-        ))  # fmt: skip
+        return np.asarray(
+            index_scores(
+                (jnp.asarray(codes), jnp.asarray(scale)),
+                *part,
+                jnp.full(last - first, rows, jnp.int32),
+                base=0,
+                rows_per_block=32,
+                fmt=fmt,
+                implementation="cuda",
+            )
+        )
 
     scores = run(0, tokens)
     for t in range(tokens):
@@ -169,10 +194,19 @@ def test_fp8_products_of_fp8_keys_on_the_gpu() -> None:
     weights = rng.standard_normal((tokens, heads)).astype(np.float32)
     weights[0, ::2] = 0
     table = np.broadcast_to(np.arange(rows // 32, dtype=np.int32), (tokens, rows // 32))
-    scores = np.asarray(index_scores(
-        (jnp.asarray(codes), jnp.asarray(scale)), jnp.asarray(queries), jnp.asarray(weights), jnp.asarray(table),
-        jnp.full(tokens, rows, jnp.int32), base=0, rows_per_block=32, fmt=fmt, implementation="cuda",
-    ))  # fmt: skip
+    scores = np.asarray(
+        index_scores(
+            (jnp.asarray(codes), jnp.asarray(scale)),
+            jnp.asarray(queries),
+            jnp.asarray(weights),
+            jnp.asarray(table),
+            jnp.full(tokens, rows, jnp.int32),
+            base=0,
+            rows_per_block=32,
+            fmt=fmt,
+            implementation="cuda",
+        )
+    )
     assert np.isnan(scores[:, 9]).all() and (scores[:, 5] == 0).all()
     codes[9, 77] = 0
     keys = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale

@@ -17,9 +17,13 @@ from ..ops.test_moe import EXPERTS, HIDDEN, LIMIT, TOP, MoeTest
 
 @pytest.mark.usefixtures("assumed_library")
 def test_lowers_to_one_ffi_call() -> None:
-    args = (jax.ShapeDtypeStruct((3, HIDDEN), jnp.bfloat16), jax.ShapeDtypeStruct((3, TOP), jnp.int32),
-            jax.ShapeDtypeStruct((3, TOP), jnp.float32), jax.ShapeDtypeStruct((EXPERTS, 8, 4, 4352), jnp.uint8),
-            jax.ShapeDtypeStruct((EXPERTS, 8, 2, 4352), jnp.uint8))  # fmt: skip
+    args = (
+        jax.ShapeDtypeStruct((3, HIDDEN), jnp.bfloat16),
+        jax.ShapeDtypeStruct((3, TOP), jnp.int32),
+        jax.ShapeDtypeStruct((3, TOP), jnp.float32),
+        jax.ShapeDtypeStruct((EXPERTS, 8, 4, 4352), jnp.uint8),
+        jax.ShapeDtypeStruct((EXPERTS, 8, 2, 4352), jnp.uint8),
+    )
     call = functools.partial(moe, limit=LIMIT, implementation="cuda")
     text = jax.jit(call).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@dsv4_moe") == 1 and f"tensor<3x{HIDDEN}xf32>" in text

@@ -61,9 +61,15 @@ def test_next_tokens_after_a_round_trip_and_after_preemption_on_the_gpu() -> Non
     """V4's attention widths, so that every kernel takes part; three blocks, two HCA entries, tokens in the window."""
     assert record_copy.choose_implementation(None) == "ffi"
     cfg = DSV4Config.tiny(
-        layer_types=(SWA, CSA, HCA), head_dim=512, rope_dim=64, index_head_dim=128, index_n_heads=64,
-        num_attention_heads=64, sliding_window=128, hca_ratio=128,
-    )  # fmt: skip
+        layer_types=(SWA, CSA, HCA),
+        head_dim=512,
+        rope_dim=64,
+        index_head_dim=128,
+        index_n_heads=64,
+        num_attention_heads=64,
+        sliding_window=128,
+        hca_ratio=128,
+    )
     check_next_tokens(cfg, prefill, decode_step, chunk=64, prompt=300, decoded=6, weights="bfloat16")
 
 

@@ -44,8 +44,10 @@ def test_rows_are_numbered_as_in_the_header() -> None:
     (names,) = re.findall(r"enum class Format : int \{([^}]+)\}", (CSRC / "rows/emit.cuh").read_text())
     numbers = dict(re.findall(r"(\w+) = (\d+)", names))
     assert {name: int(number) for name, number in numbers.items()} == {
-        "kFp8": ROWS.index(KV_ROW), "kIndexFp4": ROWS.index(INDEX_ROWS[0]), "kIndexFp8": ROWS.index(INDEX_ROWS[1]),
-    }  # fmt: skip
+        "kFp8": ROWS.index(KV_ROW),
+        "kIndexFp4": ROWS.index(INDEX_ROWS[0]),
+        "kIndexFp8": ROWS.index(INDEX_ROWS[1]),
+    }
 
 
 def test_a_reason_says_what_there_is_and_what_was_asked_for() -> None:

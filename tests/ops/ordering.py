@@ -1,8 +1,8 @@
 """Whether a function whose kernels are joined (`ops.in_sequence`) does what it did, told from the traced calls alone.
 
 Values are symbols: what operation made them, of what; of a view also the element at which it begins. A joined call is
-taken apart by its wiring (`csrc/fusion/sequence.h`) and run on symbolic buffers; each of its kernels must find there the
-operands that it had before. Any two kernels of a call of which one writes what the other reads or writes must be
+taken apart by its wiring (`csrc/fusion/sequence.h`) and run on symbolic buffers; each of its kernels must find there
+the operands that it had before. Any two kernels of a call of which one writes what the other reads or writes must be
 ordered by their lanes and by what they wait for, and one that starts early may ask for its weights alone.
 """
 

@@ -398,13 +398,22 @@ def test_every_source_of_csrc_belongs_to_an_op() -> None:
     sources = {path.relative_to(csrc).as_posix(): path.read_text() for path in csrc.rglob("*.cu")}
     listed = re.findall(r"add_kernels\(\s*\w+\s+([^)]*)\)", (csrc / "cuda.cmake").read_text())
     assert sorted(" ".join(listed).split()) == sorted(sources)
-    text = "".join(text for path, text in sources.items() if not path.startswith(("fusion/", "swap/")))
-    exported = set(re.findall(r"HANDLER_SYMBOL\(\s*(Dsv4[A-Z]\w+)", text))
-    targets = {target for implementation in cuda for target in implementation.targets}
-    assert exported == {target.title().replace("_", "") for target in targets}
-    assert all(f"DSV4_BUILT_FOR({implementation.op})" in text for implementation in cuda)
-    called = set(re.findall(r'{"(dsv4_\w+)", Dsv4', sources["fusion/sequence.cu"]))
-    assert called == sequence.TARGETS <= {target for implementation in cuda for target in implementation.targets}
+    # Handlers of other modules: swaps, and the sequence, which calls the others.
+    entered = re.findall(r"DSV4_HANDLER\((\w+), (\w+)", "".join(sources.values()))
+    assert {target for op, target in entered if op not in ("swap", "sequence")} == {
+        target for implementation in cuda for target in implementation.targets
+    }
+    assert {implementation.op for implementation in cuda} <= {op for op, _ in entered}
+
+
+def test_a_kernel_may_be_joined_unless_it_says_that_it_stands_alone() -> None:
+    """So a new one is forgotten nowhere: what may be joined, and what may not, follows from the implementations."""
+    joined, early = sequence._kernels()
+    cuda = [find(op.name, "cuda") for op in OPS.values() if "cuda" in op.names]
+    alone = {target for implementation in cuda for target in implementation.alone}
+    assert alone == {"dsv4_exchange"}
+    assert joined | alone == {target for implementation in cuda for target in implementation.targets}
+    assert early <= joined and not joined & alone
 
 
 @pytest.mark.every_case

@@ -25,9 +25,13 @@ V4_FORMATS = [kv_format(n, 512, 64) for n in KV_FORMATS] + [index_format(n, 128)
 V4_FORMATS = [fmt for fmt in V4_FORMATS if unsupported_rows(fmt) is None]
 # Widths that are no power of two, less than a tile, or end in a part of a scale group.
 ODD_FORMATS = [
-    kv_format("fp8", 232, 24), kv_format("fp8_per_entry", 76, 12), kv_format("f32", 40, 8),
-    index_format("fp4", 32), index_format("fp8", 256), index_format("f32", 16),
-]  # fmt: skip
+    kv_format("fp8", 232, 24),
+    kv_format("fp8_per_entry", 76, 12),
+    kv_format("f32", 40, 8),
+    index_format("fp4", 32),
+    index_format("fp8", 256),
+    index_format("f32", 16),
+]
 formats = functools.partial(
     pytest.mark.parametrize, "fmt", ids=lambda f: f"{'kv' if f.rope_dim else 'index'}-{f.name}-{f.dim}"
 )

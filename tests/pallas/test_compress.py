@@ -180,7 +180,11 @@ class TestCompressOnTheGpu(CompiledCompressTest):
 def test_every_chunking_gives_the_same_bytes_on_the_gpu(formats: tuple[str, str], hca_state, implementation) -> None:
     """V4's widths and ratios, all leaves of a cache, past two HCA entries."""
     cfg = DSV4Config.tiny(
-        head_dim=512, rope_dim=64, index_head_dim=128, sliding_window=128, hca_ratio=128,
+        head_dim=512,
+        rope_dim=64,
+        index_head_dim=128,
+        sliding_window=128,
+        hca_ratio=128,
         layer_types=(AttentionType.CSA, AttentionType.HCA),
-    )  # fmt: skip
+    )
     check_chunkings(CacheLayout(cfg, *formats, hca_state=hca_state), (300, 77, 1), implementation, 300, 3)

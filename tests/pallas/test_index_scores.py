@@ -35,10 +35,19 @@ def check_nan_and_distant_scales() -> None:
     pool[1][5, 1] = 0xFF
     queries = rng.standard_normal((1, 16, 64)).astype(jnp.bfloat16) * np.exp2(rng.integers(-40, 40, (1, 16, 1)))
     weights = rng.standard_normal((1, 16)).astype(np.float32)
-    scores = np.asarray(jit_scores(
-        pool, queries.astype(jnp.bfloat16), weights, np.array([[1, 0]], np.int32), np.array([16], np.int32), base=0,
-        rows_per_block=8, fmt=fmt, implementation="pallas",
-    ))  # fmt: skip
+    scores = np.asarray(
+        jit_scores(
+            pool,
+            queries.astype(jnp.bfloat16),
+            weights,
+            np.array([[1, 0]], np.int32),
+            np.array([16], np.int32),
+            base=0,
+            rows_per_block=8,
+            fmt=fmt,
+            implementation="pallas",
+        )
+    )
     keys = oracle_rows.decode(fmt, pool)[[*range(8, 16), *range(8)]]
     (expected,) = attention.index_scores(np.asarray(queries, np.float32), weights, [keys])
     np.testing.assert_allclose(scores[0], expected, rtol=1e-4)
@@ -99,10 +108,19 @@ def test_a_million_tokens_of_context(name: str, implementation: Choice) -> None:
 
     def run(pool, offset, implementation):
         ids = jnp.asarray(table + offset, jnp.int32)
-        return np.asarray(index_scores(
-            pool, queries, weights, ids, count, base=0, rows_per_block=per_block, fmt=fmt,
-            implementation=implementation,
-        ))  # fmt: skip
+        return np.asarray(
+            index_scores(
+                pool,
+                queries,
+                weights,
+                ids,
+                count,
+                base=0,
+                rows_per_block=per_block,
+                fmt=fmt,
+                implementation=implementation,
+            )
+        )
 
     few = tuple(map(jnp.asarray, small))
     scores = run(few, 0, implementation)
