@@ -84,12 +84,12 @@ __device__ __forceinline__ void weigh_runs(const AttendArgs& args, RowsShared& s
   float part[2], total[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    part[i] = run[i].x == -kInf ? 0.f : exp2_fast(run[i].x - top);
+    part[i] = split_rescale(run[i].x, top);
     total[i] = row_total(__fmul_rn(part[i], run[i].y));
   }
   const float all = total[0] + total[1];
   const float sink = h < args.heads ? __ldg(args.sink + h) : 0.f;
-  const float rest = all + exp2_fast(fmaf(sink, kLog2e, -top));
+  const float rest = all + sink_weight(sink, top);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int at = sub + kQuad * i;
@@ -99,19 +99,7 @@ __device__ __forceinline__ void weigh_runs(const AttendArgs& args, RowsShared& s
           make_float2(share * of_exponent_field(s.unit[at][row][0]), share * of_exponent_field(s.unit[at][row][1]));
     }
   }
-  if (sub == 0 && h < args.heads) {
-    args.lse[static_cast<int64_t>(u.token) * args.heads + h] = top == -kInf ? -kInf : (__log2f(all) + top) * kLn2;
-  }
-}
-
-// x += weight * the eight halves of a chunk.
-__device__ __forceinline__ void add_chunk(float (&x)[kChunk], const uint4& halves, float weight) {
-  const uint32_t words[] = {halves.x, halves.y, halves.z, halves.w};
-#pragma unroll
-  for (int i = 0; i < kChunk / 2; ++i) {
-    const float2 pair = __half22float2(reinterpret_cast<const __half2&>(words[i]));
-    x[2 * i] = fmaf(weight, pair.x, x[2 * i]), x[2 * i + 1] = fmaf(weight, pair.y, x[2 * i + 1]);
-  }
+  if (sub == 0 && h < args.heads) store_lse(args, u.token, h, top, all);
 }
 
 // Adds up the runs of a token in order, with the sink, and writes the output: a warp its 16 rows, a lane eight columns
@@ -168,14 +156,7 @@ __device__ __forceinline__ void finish_rows(const AttendRowsArgs& args, RowsShar
       }
       const int h = u.head + own + i;
       if (h >= a.heads) continue;
-      const int64_t at = (static_cast<int64_t>(u.token) * a.heads + h) * kDim + column;
-      if (a.bf16_out != 0) {
-        *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(a.out) + at) = {pack(y[0], y[1]), pack(y[2], y[3]),
-                                                                              pack(y[4], y[5]), pack(y[6], y[7])};
-      } else {
-        float4* out = reinterpret_cast<float4*>(static_cast<float*>(a.out) + at);
-        out[0] = make_float4(y[0], y[1], y[2], y[3]), out[1] = make_float4(y[4], y[5], y[6], y[7]);
-      }
+      store_chunk(a, (static_cast<int64_t>(u.token) * a.heads + h) * kDim + column, y);
     }
   }
   fence_for_mma();  // and for copies into the place

@@ -15,6 +15,10 @@ constexpr int kMergers = kThreads / kHeads;                                     
 constexpr uint32_t kByte = 0xFF;
 static_assert(kMergers >= kMaxCluster, "a lane a run");
 
+// The biased exponent of 2^14 / the largest magnitude; both are normal.
+__device__ __forceinline__ uint32_t unit_exponent(float most) {
+  return min(kUnitField - (__float_as_uint(most) >> kFloatMantissa), kMaxField);
+}
 // The biased exponent of what the 256 columns of a thread's row (its upper or lower one) are multiplied by, such that
 // the largest lies in [2^14, 2^15).
 __device__ __forceinline__ uint32_t unit_exponent(const Sums& o, int half) {
@@ -24,8 +28,7 @@ __device__ __forceinline__ uint32_t unit_exponent(const Sums& o, int half) {
     const float* x = o[over<kSumCells>(j)] + within<kSumCells>(j) * kCell + 2 * half;
     most = fmaxf(most, fmaxf(fabsf(x[0]), fabsf(x[1])));
   }
-  // Of 2^14 / most, biased; both normal.
-  return min(kUnitField - (__float_as_uint(row_max(most)) >> kFloatMantissa), kMaxField);
+  return unit_exponent(row_max(most));
 }
 
 // Leaves a run's sums in shared memory for `add_runs`, as halves: the 256 columns of a row in units of their own, such
@@ -51,8 +54,55 @@ __device__ __forceinline__ void store_sums(Shared& s, const Sums& o, int group, 
   }
 }
 
-// Eight adjacent dims of the output, the first of them `column`: turned back where they are RoPE dims, rounded once.
-// Products are rounded before they are added, as in dsv4_jax/ops/numerics.py.
+// The combine of splits, wherever their sums lie. Of a row, each split has its row max, its row sum relative to that,
+// and sums of values as halves in a unit; the sink joins the denominator alone.
+
+// What a split's weights, which are relative to its own row max, are multiplied by.
+__device__ __forceinline__ float split_rescale(float row_max_of_split, float row_max_of_all) {
+  return row_max_of_split == -kInf ? 0.f : exp2_fast(row_max_of_split - row_max_of_all);
+}
+// The sink's weight; it has the units of logits before log2(e).
+__device__ __forceinline__ float sink_weight(float sink, float row_max_of_all) {
+  return exp2_fast(fmaf(sink, kLog2e, -row_max_of_all));
+}
+__device__ __forceinline__ void store_lse(const AttendArgs& args, int token, int head, float row_max_of_all,
+                                          float row_sum) {
+  args.lse[static_cast<int64_t>(token) * args.heads + head] =
+      row_max_of_all == -kInf ? -kInf : (__log2f(row_sum) + row_max_of_all) * kLn2;
+}
+// x += weight * two halves.
+__device__ __forceinline__ void add_halves(float& even, float& odd, uint32_t halves, float weight) {
+  const float2 pair = __half22float2(reinterpret_cast<const __half2&>(halves));
+  even = fmaf(weight, pair.x, even), odd = fmaf(weight, pair.y, odd);
+}
+// x += weight * the eight halves of a chunk.
+__device__ __forceinline__ void add_chunk(float (&x)[kChunk], const uint4& halves, float weight) {
+  const uint32_t words[] = {halves.x, halves.y, halves.z, halves.w};
+#pragma unroll
+  for (int i = 0; i < kChunk / 2; ++i) add_halves(x[2 * i], x[2 * i + 1], words[i], weight);
+}
+// Two adjacent dims of the output, `at` of all its numbers, rounded once.
+__device__ __forceinline__ void store_pair(const AttendArgs& args, int64_t at, float even, float odd) {
+  if (args.bf16_out != 0) {
+    *reinterpret_cast<uint32_t*>(static_cast<__nv_bfloat16*>(args.out) + at) = pack(even, odd);
+  } else {
+    *reinterpret_cast<float2*>(static_cast<float*>(args.out) + at) = make_float2(even, odd);
+  }
+}
+// Eight of them.
+__device__ __forceinline__ void store_chunk(const AttendArgs& args, int64_t at, const float (&x)[kChunk]) {
+  if (args.bf16_out != 0) {
+    *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(args.out) + at) = {pack(x[0], x[1]), pack(x[2], x[3]),
+                                                                             pack(x[4], x[5]), pack(x[6], x[7])};
+  } else {
+    float4* out = reinterpret_cast<float4*>(static_cast<float*>(args.out) + at);
+    out[0] = make_float4(x[0], x[1], x[2], x[3]);
+    out[1] = make_float4(x[4], x[5], x[6], x[7]);
+  }
+}
+
+// Eight adjacent dims of the output, the first of them `column`: turned back where they are RoPE dims. Products are
+// rounded before they are added, as in dsv4_jax/ops/numerics.py.
 __device__ __forceinline__ void store_out(const AttendArgs& args, int token, int64_t row, int column,
                                           float (&x)[kChunk]) {
   if (args.cosine != nullptr && column >= kNope) {
@@ -65,15 +115,7 @@ __device__ __forceinline__ void store_out(const AttendArgs& args, int token, int
       turn_back(x[2 * i], x[2 * i + 1], cosine[i], sine[i]);
     }
   }
-  const int64_t first = row * kDim + column;
-  if (args.bf16_out != 0) {
-    *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(args.out) + first) = {pack(x[0], x[1]), pack(x[2], x[3]),
-                                                                                pack(x[4], x[5]), pack(x[6], x[7])};
-  } else {
-    float4* out = reinterpret_cast<float4*>(static_cast<float*>(args.out) + first);
-    out[0] = make_float4(x[0], x[1], x[2], x[3]);
-    out[1] = make_float4(x[4], x[5], x[6], x[7]);
-  }
+  store_chunk(args, row * kDim + column, x);
 }
 
 // Merges the runs of the cluster in rank order, with the sink, and writes this block's columns of the output. All
@@ -94,15 +136,13 @@ __device__ __forceinline__ void add_runs(const AttendArgs& args, Shared& s, int 
   float top = run.x;
 #pragma unroll
   for (int d = 1; d < kMergers; d *= 2) top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, d));
-  const float part = run.x == -kInf ? 0.f : exp2_fast(run.x - top);
+  const float part = split_rescale(run.x, top);
   float total = __fmul_rn(part, run.y);  // rounded on its own, whatever it is added to
 #pragma unroll
   for (int d = 1; d < kMergers; d *= 2) total += __shfl_xor_sync(kAllLanes, total, d);
-  const float share = __fdividef(part, total + exp2_fast(fmaf(s.sink[row], kLog2e, -top)));
+  const float share = __fdividef(part, total + sink_weight(s.sink[row], top));
   const float low = share * of_exponent_field(units & kByte), high = share * of_exponent_field(units >> 8);
-  if (rank == 0 && sub == 0 && h < args.heads) {
-    args.lse[static_cast<int64_t>(token) * args.heads + h] = top == -kInf ? -kInf : (__log2f(total) + top) * kLn2;
-  }
+  if (rank == 0 && sub == 0 && h < args.heads) store_lse(args, token, h, top, total);
 #pragma unroll 1
   for (int chunk = begin; __any_sync(kAllLanes, chunk < end); chunk += 2 * kMergers) {
     float x[2][kChunk] = {};
@@ -114,15 +154,7 @@ __device__ __forceinline__ void add_runs(const AttendArgs& args, Shared& s, int 
       for (int i = 0; i < 2; ++i) {
         const int at = min(chunk + kMergers * i, kChunks - 1);
         const uint32_t address = sums + swizzled(at, row);
-        const uint4 halves = load_peer(peer_address(address, c));
-        const uint32_t words[4] = {halves.x, halves.y, halves.z, halves.w};
-        const float weight = at < kChunks / 2 ? below : above;
-#pragma unroll
-        for (int k = 0; k < kChunk / 2; ++k) {
-          const float2 pair = __half22float2(reinterpret_cast<const __half2&>(words[k]));
-          x[i][2 * k] = fmaf(weight, pair.x, x[i][2 * k]);
-          x[i][2 * k + 1] = fmaf(weight, pair.y, x[i][2 * k + 1]);
-        }
+        add_chunk(x[i], load_peer(peer_address(address, c)), at < kChunks / 2 ? below : above);
       }
     }
 #pragma unroll

@@ -67,6 +67,11 @@ template <int kBlocks>
 struct WideRound {
   int first, tiles;  // the token's
 
+  // Round i of so many of a split.
+  static __device__ __forceinline__ WideRound of(Run x, int i, int rounds) {
+    const int tiles = x.last - x.first, first = i * tiles / rounds;
+    return {x.first + first, (i + 1) * tiles / rounds - first};
+  }
   __device__ __forceinline__ int first_step(int block) const { return block * tiles * kTileSteps / kBlocks; }
   __device__ __forceinline__ int first_tile(int block) const { return over<kTileSteps>(first_step(block)); }
 };

@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kWarpgroup)
   for (int c = 0; c < kMaxCluster; ++c) top = fmaxf(top, stats[c].x);
 #pragma unroll
   for (int c = 0; c < kMaxCluster; ++c) {
-    part[c] = stats[c].x == -kInf ? 0.f : exp2_fast(stats[c].x - top);
+    part[c] = split_rescale(stats[c].x, top);
     totals[c] = __fmul_rn(part[c], stats[c].y);
   }
 #pragma unroll
@@ -68,21 +68,14 @@ __global__ void __launch_bounds__(kWarpgroup)
 #pragma unroll
     for (int c = 0; c < kMaxCluster; c += 2 * d) totals[c] = __fadd_rn(totals[c], totals[c + d]);
   }
-  const float rest = totals[0] + exp2_fast(fmaf(sink, kLog2e, -top));
-  if (slice == 0 && vector % kRowVectors == 0 && quad_lane(lane) == 0 && h < args.heads) {
-    args.lse[static_cast<int64_t>(token) * args.heads + h] = top == -kInf ? -kInf : (__log2f(totals[0]) + top) * kLn2;
-  }
-  float x[8] = {};
+  const float rest = totals[0] + sink_weight(sink, top);
+  if (slice == 0 && vector % kRowVectors == 0 && quad_lane(lane) == 0 && h < args.heads)
+    store_lse(args, token, h, top, totals[0]);
+  float x[kChunk] = {};
 #pragma unroll
   for (int c = 0; c < kMaxCluster; ++c) {
     if (c >= splits) break;
-    const float weight = __fdividef(part[c], rest) * of_exponent_field(units[c] >> 8 * half & kByte);
-    const uint32_t words[4] = {halves[c].x, halves[c].y, halves[c].z, halves[c].w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 pair = __half22float2(reinterpret_cast<const __half2&>(words[i]));
-      x[2 * i] = fmaf(weight, pair.x, x[2 * i]), x[2 * i + 1] = fmaf(weight, pair.y, x[2 * i + 1]);
-    }
+    add_chunk(x, halves[c], __fdividef(part[c], rest) * of_exponent_field(units[c] >> 8 * half & kByte));
   }
   if (h >= args.heads) return;
   const int column = slice * kBlockColumns + 2 * quad_lane(lane);
@@ -95,11 +88,7 @@ __global__ void __launch_bounds__(kWarpgroup)
       const int at = token * kRopePairs + j * kCellColumns / 2 + quad_lane(lane);
       turn_back(even, odd, __ldg(args.cosine + at), __ldg(args.sine + at));
     }
-    if (args.bf16_out != 0) {
-      *reinterpret_cast<uint32_t*>(static_cast<__nv_bfloat16*>(args.out) + first + j * kCellColumns) = pack(even, odd);
-    } else {
-      *reinterpret_cast<float2*>(static_cast<float*>(args.out) + first + j * kCellColumns) = make_float2(even, odd);
-    }
+    store_pair(args, first + j * kCellColumns, even, odd);
   }
 }
 

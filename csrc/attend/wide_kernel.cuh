@@ -23,6 +23,172 @@
 
 namespace dsv4 {
 
+// How the warps share out the rows that they copy and turn into bf16.
+template <int kBlocks>
+struct WideTurns {
+  static constexpr int kSlices = WideShared<kBlocks>::kSlices;
+  static constexpr int kValueWarps = kWideWarps - kWarpgroup / kLanes;
+  // Eights of rows of a warp that takes all keys for the block's columns.
+  static constexpr int kTurns = (WideShared<kBlocks>::kKeys / kGroupRows + kValueWarps - 1) / kValueWarps;
+  static constexpr int kIds =
+      (kTurns + kQuad - 1) / kQuad;  // of a lane: of row lane % 8 of the (lane / 8 + 4 i)th eight
+  static constexpr int kOwnEights = kOwnKeys / kGroupRows, kOwnTasks = kOwnEights * kNopeGroups;
+  static constexpr int kOwnTurns = (kOwnTasks + kWideWarps - 1) / kWideWarps;
+  static_assert(kTurns * kSlices <= 8 && kOwnTurns <= 8, "scales of a lane, in 64 bits");
+  static constexpr int kRopeWarp = kWideWarps - kOwnEights;
+};
+
+// The queries of 64 heads of a token, in blocks of 64 columns.
+template <int kBlocks>
+__device__ __forceinline__ void copy_queries(const AttendArgs& args, WideShared<kBlocks>& s, int token, int head,
+                                             int thread) {
+  constexpr int kRowChunks = kDim / kChunkColumns, kBlockChunks = kBlockColumns / kChunkColumns;
+#pragma unroll 4
+  for (int i = 0; i < kHeads * kRowChunks / kWideThreads; ++i) {
+    const int chunk = i * kWideThreads + thread, row = over<kRowChunks>(chunk), column = within<kRowChunks>(chunk);
+    const bool exists = head + row < args.heads;
+    const __nv_bfloat16* from =
+        args.queries + (static_cast<int64_t>(token) * args.heads + (exists ? head + row : 0)) * kDim;
+    const uint32_t to = shared_address(s.queries) + over<kBlockChunks>(column) * kBlockBytes + row * kRowBytes;
+    copy_async(to + swizzled(within<kBlockChunks>(column), row), from + column * kChunkColumns, exists);
+  }
+}
+
+// Copies of the block's own keys, eight rows and 64 columns a warp at a time; `scales` of what a warp copies.
+template <int kBlocks>
+__device__ __forceinline__ void copy_own(WideShared<kBlocks>& s, const WideKeys& keys, const WideRound<kBlocks>& r,
+                                         int first_step, int own, uint32_t (&scales)[WideTurns<kBlocks>::kOwnTurns],
+                                         int warp, int lane) {
+  using Turns = WideTurns<kBlocks>;
+#pragma unroll
+  for (int k = 0; k < Turns::kOwnTurns; ++k) {
+    const int task = warp + kWideWarps * k, eight = task % Turns::kOwnEights, columns = task / Turns::kOwnEights;
+    scales[k] = 0;
+    if (task < Turns::kOwnTasks && eight < 2 * own) {
+      const Rows& rows = keys.rows(r.first + over<kTileSteps>(first_step + eight / 2));
+      scales[k] = copy_group(rows, shared_address(s.keys[columns]) + eight * kGroupRows * kRowBytes,
+                             s.ids[eight * kGroupRows + quad_of(lane)], columns, lane);
+    }
+  }
+  if (warp >= Turns::kRopeWarp && warp - Turns::kRopeWarp < 2 * own) {
+    const int eight = warp - Turns::kRopeWarp;
+    copy_rope_rows(keys.rows(r.first + over<kTileSteps>(first_step + eight / 2)),
+                   shared_address(s.keys[kNopeGroups]) + eight * kGroupRows * kRowBytes,
+                   s.ids[eight * kGroupRows + quad_of(lane)], lane);
+  }
+}
+
+// Copies of all keys of a round, the block's columns of them.
+template <int kBlocks>
+__device__ __forceinline__ void copy_values(WideShared<kBlocks>& s, const WideKeys& keys, const WideRound<kBlocks>& r,
+                                            const int (&ids)[WideTurns<kBlocks>::kIds],
+                                            uint32_t (&scales)[WideTurns<kBlocks>::kTurns][WideTurns<kBlocks>::kSlices],
+                                            int block, int value_warp, int lane) {
+  using Turns = WideTurns<kBlocks>;
+  constexpr int kTurns = Turns::kTurns, kSlices = Turns::kSlices, kValueWarps = Turns::kValueWarps;
+#pragma unroll
+  for (int k = 0; k < kTurns; ++k) {
+    const int eight = value_warp + kValueWarps * k;
+    const int id = __shfl_sync(kAllLanes, ids[k / kQuad], k % kQuad * kGroupRows + quad_of(lane));
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) {
+      const int columns = block * kSlices + slice;
+      scales[k][slice] = 0;
+      if (eight < r.tiles * (kTile / kGroupRows)) {
+        const Rows& rows = keys.rows(r.first + over<kTile / kGroupRows>(eight));
+        const uint32_t to = shared_address(s.values[slice]) + eight * kGroupRows * kRowBytes;
+        if (columns < kNopeGroups) {
+          scales[k][slice] = copy_group(rows, to, id, columns, lane);
+        } else {
+          copy_rope_rows(rows, to, id, lane);
+        }
+      }
+    }
+  }
+}
+
+// Turns the codes of the block's own keys into bf16.
+template <int kBlocks>
+__device__ __forceinline__ void convert_own(WideShared<kBlocks>& s, int own,
+                                            const uint32_t (&scales)[WideTurns<kBlocks>::kOwnTurns], int warp,
+                                            int lane) {
+  using Turns = WideTurns<kBlocks>;
+  uint64_t packed = 0;
+#pragma unroll
+  for (int k = 0; k < Turns::kOwnTurns; ++k) packed |= static_cast<uint64_t>(scales[k]) << 8 * k;
+#pragma unroll 1
+  for (int task = warp; task < Turns::kOwnTasks; task += kWideWarps, packed >>= 8) {
+    const int eight = task % Turns::kOwnEights, columns = task / Turns::kOwnEights;
+    if (eight < 2 * own) {
+      convert_group(shared_address(s.keys[columns]) + eight * kGroupRows * kRowBytes,
+                    static_cast<uint32_t>(packed) & kByte, lane);
+    }
+  }
+}
+
+// Turns the codes of the block's columns of all keys into bf16.
+template <int kBlocks>
+__device__ __forceinline__ void convert_values(
+    WideShared<kBlocks>& s, const WideRound<kBlocks>& r,
+    const uint32_t (&scales)[WideTurns<kBlocks>::kTurns][WideTurns<kBlocks>::kSlices], int block, int value_warp,
+    int lane) {
+  using Turns = WideTurns<kBlocks>;
+  constexpr int kTurns = Turns::kTurns, kSlices = Turns::kSlices, kValueWarps = Turns::kValueWarps;
+  uint64_t packed = 0;
+#pragma unroll
+  for (int k = 0; k < kTurns * kSlices; ++k) {
+    packed |= static_cast<uint64_t>(scales[k / kSlices][k % kSlices]) << 8 * k;
+  }
+#pragma unroll 1
+  for (int k = 0; k < kTurns * kSlices; ++k, packed >>= 8) {
+    const int eight = value_warp + kValueWarps * (k / kSlices), slice = k % kSlices;
+    if (eight < r.tiles * (kTile / kGroupRows) && block * kSlices + slice < kNopeGroups) {
+      convert_group(shared_address(s.values[slice]) + eight * kGroupRows * kRowBytes,
+                    static_cast<uint32_t>(packed) & kByte, lane);
+    }
+  }
+}
+
+// Makes the barriers, and expects the messages that come once.
+template <int kBlocks>
+__device__ __forceinline__ void expect_messages(WideShared<kBlocks>& s) {
+  using Shared = WideShared<kBlocks>;
+  for (uint64_t* barrier : {&s.tops_in, &s.weights_in, &s.chain_in, &s.most_in, &s.stats_in, &s.words_in}) {
+    barrier_init(shared_address(barrier), 1);
+  }
+  barrier_init_fence();
+  barrier_expect(shared_address(&s.most_in), sizeof(s.weighed.most));
+  barrier_expect(shared_address(&s.stats_in), sizeof(s.summed.stats));
+  barrier_expect(shared_address(&s.words_in),
+                 (Shared::kRuns - 1) * (sizeof(s.summed.words[0]) + sizeof(s.summed.units[0])));
+}
+
+// Expects the messages of a round; `chained`: sums of weights of the block before, too.
+template <int kBlocks>
+__device__ __forceinline__ void expect_round(WideShared<kBlocks>& s, const WideRound<kBlocks>& r, bool chained) {
+  barrier_expect(shared_address(&s.tops_in), sizeof(s.tops));
+  barrier_expect(shared_address(&s.weights_in), r.tiles * kTileSteps * sizeof(s.weighed.weights[0]));
+  if (chained) barrier_expect(shared_address(&s.chain_in), sizeof(s.weighed.chain));
+}
+
+// The i-th key whose id a thread loads in a round, by tile and place; tile -1: none. Of the first warpgroup the block's
+// own keys, of the others all keys.
+template <int kBlocks>
+__device__ __forceinline__ int2 key_place(const WideRound<kBlocks>& r, int i, int block, int group, int value_warp,
+                                          int thread) {
+  constexpr int kValueWarps = WideTurns<kBlocks>::kValueWarps;
+  const int lane = lane_of(thread);
+  if (group == 0) {
+    const int step = r.first_step(block) + over<kStepKeys>(thread);
+    if (i > 0 || step >= r.first_step(block + 1)) return {-1, 0};
+    return {r.first + over<kTileSteps>(step), within<kTileSteps>(step) * kStepKeys + within<kStepKeys>(thread)};
+  }
+  const int eight = value_warp + kValueWarps * (over<kGroupRows>(lane) + kQuad * i);
+  if (eight >= r.tiles * (kTile / kGroupRows)) return {-1, 0};
+  return {r.first + over<kTile / kGroupRows>(eight),
+          within<kTile / kGroupRows>(eight) * kGroupRows + within<kGroupRows>(lane)};
+}
+
 template <int kBlocks, bool kAlone>
 __global__ void __launch_bounds__(kWideThreads, 1)
     attend_wide_kernel(const __grid_constant__ AttendArgs args, Cut cut, int head_blocks) {
@@ -30,13 +196,8 @@ __global__ void __launch_bounds__(kWideThreads, 1)
   using Shared = WideShared<kBlocks>;
   using Round = WideRound<kBlocks>;
   constexpr int kSlices = Shared::kSlices;
-  constexpr int kValueWarps = kWideWarps - kWarpgroup / kLanes;
-  constexpr int kTurns = (Shared::kKeys / kGroupRows + kValueWarps - 1) / kValueWarps;  // eights of rows of such a warp
-  constexpr int kIds = (kTurns + kQuad - 1) / kQuad;  // of a lane: of row lane % 8 of the (lane / 8 + 4 i)th eight
-  constexpr int kOwnEights = kOwnKeys / kGroupRows, kOwnTasks = kOwnEights * kNopeGroups;
-  constexpr int kOwnTurns = (kOwnTasks + kWideWarps - 1) / kWideWarps;
-  static_assert(kTurns * kSlices <= 8 && kOwnTurns <= 8, "scales of a lane, in 64 bits");
-  constexpr int kRopeWarp = kWideWarps - kOwnEights;
+  using Turns = WideTurns<kBlocks>;
+  constexpr int kValueWarps = Turns::kValueWarps, kTurns = Turns::kTurns, kIds = Turns::kIds;
 
   let_next_start();
   extern __shared__ __align__(1024) uint8_t raw[];
@@ -54,37 +215,12 @@ __global__ void __launch_bounds__(kWideThreads, 1)
     return Run{min(run, runs) * tiles / runs, min(run + 1, runs) * tiles / runs};
   };
   const auto rounds_of = [](Run x) { return (x.last - x.first + Shared::kTiles - 1) / Shared::kTiles; };
-  const auto round_of = [](Run x, int i, int rounds) {
-    const int tiles = x.last - x.first, first = i * tiles / rounds;
-    return Round{x.first + first, (i + 1) * tiles / rounds - first};
-  };
-  if (thread == 0) {
-    for (uint64_t* barrier : {&s.tops_in, &s.weights_in, &s.chain_in, &s.most_in, &s.stats_in, &s.words_in}) {
-      barrier_init(shared_address(barrier), 1);
-    }
-    barrier_init_fence();
-    barrier_expect(shared_address(&s.most_in), sizeof(s.weighed.most));
-    barrier_expect(shared_address(&s.stats_in), sizeof(s.summed.stats));
-    barrier_expect(shared_address(&s.words_in),
-                   (Shared::kRuns - 1) * (sizeof(s.summed.words[0]) + sizeof(s.summed.units[0])));
-  }
+  if (thread == 0) expect_messages(s);
   arrive_in_cluster();  // barriers are there
 
   wait_for_previous();
   WideKeys keys{args, token, 0, window_tiles};
-  // The keys whose ids a thread loads, by tile and place; tile -1: none. Of the first warpgroup the block's own keys,
-  // of the others all keys.
-  const auto place_of = [&](const Round& r, int i) -> int2 {
-    if (group == 0) {
-      const int step = r.first_step(block) + over<kStepKeys>(thread);
-      if (i > 0 || step >= r.first_step(block + 1)) return {-1, 0};
-      return {r.first + over<kTileSteps>(step), within<kTileSteps>(step) * kStepKeys + within<kStepKeys>(thread)};
-    }
-    const int eight = value_warp + kValueWarps * (over<kGroupRows>(lane) + kQuad * i);
-    if (eight >= r.tiles * (kTile / kGroupRows)) return {-1, 0};
-    return {r.first + over<kTile / kGroupRows>(eight),
-            within<kTile / kGroupRows>(eight) * kGroupRows + within<kGroupRows>(lane)};
-  };
+  const auto place_of = [&](const Round& r, int i) { return key_place(r, i, block, group, value_warp, thread); };
   int2 found[kIds];
   const auto load_keys = [&](const Round& r) {
 #pragma unroll
@@ -95,23 +231,13 @@ __global__ void __launch_bounds__(kWideThreads, 1)
   };
   // If all entries count: known before the count is.
   const Run full = cut_of(args.entry_keys);
-  if (full.first < full.last) load_keys(round_of(full, 0, rounds_of(full)));
+  if (full.first < full.last) load_keys(Round::of(full, 0, rounds_of(full)));
   if (args.entry_keys > 0) keys.count = min(max(__ldg(args.entry_count + token), 0), args.entry_keys);
-  {
-    constexpr int kRowChunks = kDim / kChunkColumns, kBlockChunks = kBlockColumns / kChunkColumns;
-#pragma unroll 4
-    for (int i = 0; i < kHeads * kRowChunks / kWideThreads; ++i) {
-      const int chunk = i * kWideThreads + thread, row = over<kRowChunks>(chunk), column = within<kRowChunks>(chunk);
-      const bool exists = head + row < args.heads;
-      const __nv_bfloat16* from =
-          args.queries + (static_cast<int64_t>(token) * args.heads + (exists ? head + row : 0)) * kDim;
-      const uint32_t to = shared_address(s.queries) + over<kBlockChunks>(column) * kBlockBytes + row * kRowBytes;
-      copy_async(to + swizzled(within<kBlockChunks>(column), row), from + column * kChunkColumns, exists);
-    }
-  }
+  copy_queries(args, s, token, head, thread);
   const Run own_run = keys.count == args.entry_keys ? full : cut_of(keys.count);
   const int rounds = rounds_of(own_run);
-  if (rounds > 0 && (own_run.first != full.first || own_run.last != full.last)) load_keys(round_of(own_run, 0, rounds));
+  if (rounds > 0 && (own_run.first != full.first || own_run.last != full.last))
+    load_keys(Round::of(own_run, 0, rounds));
   wait_for_cluster();
 
   WideSoftmax softmax;
@@ -119,7 +245,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
   Accumulator<kBlockColumns> o = {};
 #pragma unroll 1
   for (int i = 0; i < rounds; ++i) {
-    const Round r = round_of(own_run, i, rounds);
+    const Round r = Round::of(own_run, i, rounds);
     const bool last = i + 1 == rounds;
     if (i > 0) {
       load_keys(r);
@@ -137,70 +263,22 @@ __global__ void __launch_bounds__(kWideThreads, 1)
       if (lane == 0) reinterpret_cast<uint32_t*>(s.visible)[warp] = seen;
       if (thread < kOwnKeys) s.ids[thread] = ids[0];
     }
-    if (thread == 0) {
-      barrier_expect(shared_address(&s.tops_in), sizeof(s.tops));
-      barrier_expect(shared_address(&s.weights_in), r.tiles * kTileSteps * sizeof(s.weighed.weights[0]));
-      if (block > 0 || i > 0) barrier_expect(shared_address(&s.chain_in), sizeof(s.weighed.chain));
-    }
+    if (thread == 0) expect_round(s, r, block > 0 || i > 0);
     __syncthreads();
 
-    // The block's own keys, eight rows and 64 columns a warp at a time.
-    uint32_t own_scales[kOwnTurns];
-#pragma unroll
-    for (int k = 0; k < kOwnTurns; ++k) {
-      const int task = warp + kWideWarps * k, eight = task % kOwnEights, columns = task / kOwnEights;
-      own_scales[k] = 0;
-      if (task < kOwnTasks && eight < 2 * own) {
-        const Rows& rows = keys.rows(r.first + over<kTileSteps>(first_step + eight / 2));
-        own_scales[k] = copy_group(rows, shared_address(s.keys[columns]) + eight * kGroupRows * kRowBytes,
-                                   s.ids[eight * kGroupRows + quad_of(lane)], columns, lane);
-      }
-    }
-    if (warp >= kRopeWarp && warp - kRopeWarp < 2 * own) {
-      const int eight = warp - kRopeWarp;
-      copy_rope_rows(keys.rows(r.first + over<kTileSteps>(first_step + eight / 2)),
-                     shared_address(s.keys[kNopeGroups]) + eight * kGroupRows * kRowBytes,
-                     s.ids[eight * kGroupRows + quad_of(lane)], lane);
-    }
+    uint32_t own_scales[Turns::kOwnTurns];
+    copy_own<kBlocks>(s, keys, r, first_step, own, own_scales, warp, lane);
     copy_commit();
     // All keys of the round, the block's columns of them.
     uint32_t scales[kTurns][kSlices];
     if (group > 0) {
-#pragma unroll
-      for (int k = 0; k < kTurns; ++k) {
-        const int eight = value_warp + kValueWarps * k;
-        const int id = __shfl_sync(kAllLanes, ids[k / kQuad], k % kQuad * kGroupRows + quad_of(lane));
-#pragma unroll
-        for (int slice = 0; slice < kSlices; ++slice) {
-          const int columns = block * kSlices + slice;
-          scales[k][slice] = 0;
-          if (eight < r.tiles * (kTile / kGroupRows)) {
-            const Rows& rows = keys.rows(r.first + over<kTile / kGroupRows>(eight));
-            const uint32_t to = shared_address(s.values[slice]) + eight * kGroupRows * kRowBytes;
-            if (columns < kNopeGroups) {
-              scales[k][slice] = copy_group(rows, to, id, columns, lane);
-            } else {
-              copy_rope_rows(rows, to, id, lane);
-            }
-          }
-        }
-      }
+      copy_values<kBlocks>(s, keys, r, ids, scales, block, value_warp, lane);
       copy_commit();
       copy_wait<1>();
     } else {
       copy_wait<0>();
     }
-    uint64_t packed = 0;
-#pragma unroll
-    for (int k = 0; k < kOwnTurns; ++k) packed |= static_cast<uint64_t>(own_scales[k]) << 8 * k;
-#pragma unroll 1
-    for (int task = warp; task < kOwnTasks; task += kWideWarps, packed >>= 8) {
-      const int eight = task % kOwnEights, columns = task / kOwnEights;
-      if (eight < 2 * own) {
-        convert_group(shared_address(s.keys[columns]) + eight * kGroupRows * kRowBytes,
-                      static_cast<uint32_t>(packed) & kByte, lane);
-      }
-    }
+    convert_own<kBlocks>(s, own, own_scales, warp, lane);
     fence_for_mma();
     if (group == 0) {
       named_sync(kKeysReady, kWideThreads);
@@ -209,19 +287,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
     }
     named_arrive(kKeysReady, kWideThreads);
     copy_wait<0>();
-    packed = 0;
-#pragma unroll
-    for (int k = 0; k < kTurns * kSlices; ++k) {
-      packed |= static_cast<uint64_t>(scales[k / kSlices][k % kSlices]) << 8 * k;
-    }
-#pragma unroll 1
-    for (int k = 0; k < kTurns * kSlices; ++k, packed >>= 8) {
-      const int eight = value_warp + kValueWarps * (k / kSlices), slice = k % kSlices;
-      if (eight < r.tiles * (kTile / kGroupRows) && block * kSlices + slice < kNopeGroups) {
-        convert_group(shared_address(s.values[slice]) + eight * kGroupRows * kRowBytes,
-                      static_cast<uint32_t>(packed) & kByte, lane);
-      }
-    }
+    convert_values<kBlocks>(s, r, scales, block, value_warp, lane);
     fence_for_mma();
     if (last) arrive_in_cluster();
     constexpr int kSummed = kWarpgroup * (1 + kSlices);  // threads that the factors concern

@@ -107,7 +107,7 @@ __device__ __forceinline__ void finish_slice(const AttendArgs& args, WideShared<
   uint32_t words[kSliceWords], units = 0;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const uint32_t exponent = min(kUnitField - (__float_as_uint(most[half]) >> kFloatMantissa), kMaxField);
+    const uint32_t exponent = unit_exponent(most[half]);
     const float factor = of_exponent_field(exponent);
     units |= (2 * kBias - exponent) << 8 * half;
 #pragma unroll
@@ -155,16 +155,14 @@ __device__ __forceinline__ void finish_slice(const AttendArgs& args, WideShared<
     }
 #pragma unroll
     for (int c = 0; c < Shared::kRuns; ++c) {
-      share[half][c] = stats[c].x == -kInf ? 0.f : exp2_fast(stats[c].x - top);
+      share[half][c] = split_rescale(stats[c].x, top);
       total = __fadd_rn(total, __fmul_rn(share[half][c], stats[c].y));
     }
-    const float rest = total + exp2_fast(fmaf(sink[half], kLog2e, -top));
+    const float rest = total + sink_weight(sink[half], top);
 #pragma unroll
     for (int c = 0; c < Shared::kRuns; ++c) share[half][c] = __fdividef(share[half][c], rest);
     const int h = head + row + kLowerRow * half;
-    if (columns == 0 && quad_lane(lane) == 0 && h < args.heads) {
-      args.lse[static_cast<int64_t>(token) * args.heads + h] = top == -kInf ? -kInf : (__log2f(total) + top) * kLn2;
-    }
+    if (columns == 0 && quad_lane(lane) == 0 && h < args.heads) store_lse(args, token, h, top, total);
   }
   float x[kBlockColumns / 2] = {};
   if (Shared::kRuns > 1) messages_wait(s.words_in, 0);
@@ -187,9 +185,8 @@ __device__ __forceinline__ void finish_slice(const AttendArgs& args, WideShared<
       const float weight = share[half][c] * of_exponent_field(unit >> 8 * half & kByte);
 #pragma unroll
       for (int j = 0; j < kSliceCells; ++j) {
-        const float2 pair = __half22float2(reinterpret_cast<const __half2&>(theirs[half * kSliceCells + j]));
         float* y = x + half * kSliceWords + 2 * j;
-        y[0] = fmaf(weight, pair.x, y[0]), y[1] = fmaf(weight, pair.y, y[1]);
+        add_halves(y[0], y[1], theirs[half * kSliceCells + j], weight);
       }
     }
   }

@@ -69,11 +69,25 @@ struct AttrDecoding<dsv4::CallAttributes> {
 
 namespace dsv4 {
 
-// What a handler's error says, which ends here.
+// What a handler's error says, which ends here. Later versions of XLA's interface say more, and under another name.
 inline std::string message_of(const XLA_FFI_Api* api, XLA_FFI_Error* error) {
-  XLA_FFI_Error_GetMessage_Args said = {XLA_FFI_Error_GetMessage_Args_STRUCT_SIZE, nullptr, error};
-  api->XLA_FFI_Error_GetMessage(&said);
-  const std::string message = said.message;
+#if XLA_FFI_API_MINOR >= 4
+  using Said = XLA_FFI_Error_GetDetails_Args;
+#else
+  using Said = XLA_FFI_Error_GetMessage_Args;
+#endif
+  struct {
+    Said args;
+    uint64_t more[2];
+  } said = {};
+  said.args.struct_size = sizeof(said);
+  said.args.error = error;
+#if XLA_FFI_API_MINOR >= 4
+  api->XLA_FFI_Error_GetDetails(&said.args);
+#else
+  api->XLA_FFI_Error_GetMessage(&said.args);
+#endif
+  const std::string message = said.args.message;
   XLA_FFI_Error_Destroy_Args destroyed = {XLA_FFI_Error_Destroy_Args_STRUCT_SIZE, nullptr, error};
   api->XLA_FFI_Error_Destroy(&destroyed);
   return message;

@@ -399,7 +399,7 @@ def test_every_source_of_csrc_belongs_to_an_op() -> None:
     listed = re.findall(r"add_kernels\(\s*\w+\s+([^)]*)\)", (csrc / "cuda.cmake").read_text())
     assert sorted(" ".join(listed).split()) == sorted(sources)
     # Handlers of other modules: swaps, and the sequence, which calls the others.
-    entered = re.findall(r"DSV4_HANDLER\((\w+), (\w+)", "".join(sources.values()))
+    entered = re.findall(r"DSV4_HANDLER\(\s*(\w+),\s*(\w+)", "".join(sources.values()))
     assert {target for op, target in entered if op not in ("swap", "sequence")} == {
         target for implementation in cuda for target in implementation.targets
     }
