@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
 import warnings
 from typing import NamedTuple
 
@@ -90,7 +89,9 @@ def handlers(library: ctypes.CDLL) -> dict[str, Handler]:
     found, entry = {}, first()
     while entry:
         handler = entry.contents
-        codes = itertools.takewhile(bool, (handler.built_for[i] for i in itertools.count()))  # as __CUDA_ARCH__
+        codes: list[int] = []  # as __CUDA_ARCH__
+        while code := handler.built_for[len(codes)]:
+            codes.append(code)
         built_for = tuple(f"{code // 100}.{code % 100 // 10}" for code in codes)
         found[handler.target.decode()] = Handler(handler.op.decode(), handler.call, built_for)
         entry = handler.next

@@ -41,7 +41,7 @@ Rows rows_of(const Pool& pool) {
 
 ffi::Error attend_rows(cudaStream_t stream, Queries queries, Sink sink, Pool window, Ids window_ids,
                        Flags window_visible, Pool entries, Ids entry_ids, Counts entry_count, Angles cosine,
-                       Angles sine, Out out, Lse lse, SplitSums sums, float scale, int32_t splits, int32_t most,
+                       Angles sine, Out out, Lse lse, SumsResult sums, float scale, int32_t splits, int32_t most,
                        int32_t least) {
   AttendRowsArgs args = {};
   const Cut cut = {most, least};
@@ -53,7 +53,7 @@ ffi::Error attend_rows(cudaStream_t stream, Queries queries, Sink sink, Pool win
     error = check("attend_rows",
                   {{"window", window, {kAny, kDim}, kVectors, {ffi::BF16, ffi::U16}},
                    {"entries", entries, {kAny, kDim}, kVectors, {ffi::BF16, ffi::U16}},
-                   {"sums", *sums, {blocks, splits - 1, kRunBytes / static_cast<int64_t>(sizeof(uint32_t))}}},
+                   {"sums", *sums, {blocks, splits - 1, kSplitBytes / static_cast<int64_t>(sizeof(uint32_t))}}},
                   {{blocks >= 1, "sums must have room for a block"}});
   if (error.success())
     error = check("attend_rows", {},

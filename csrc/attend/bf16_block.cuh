@@ -7,9 +7,9 @@
 
 namespace dsv4 {
 
-constexpr int kMaxRuns = kMaxCluster;  // of a token
-constexpr int kRowsStages = 3;         // tiles, or a token's queries, in shared memory
-constexpr int kHeldSteps = 24;         // of the queries' products, whose part of the queries is in registers
+constexpr int kMaxSplits = kMaxCluster;  // of a token
+constexpr int kRowsStages = 3;           // tiles, or a token's queries, in shared memory
+constexpr int kHeldSteps = 24;           // of the queries' products, whose part of the queries is in registers
 constexpr int kHeldBlocks = kHeldSteps * kMmaDepth / kBlockColumns;
 // Four warpgroups: two sum values, one weighs keys, one copies rows.
 constexpr int kSumThreads = 2 * kWarpgroup, kRowsThreads = kSumThreads + 2 * kWarpgroup;
@@ -22,14 +22,14 @@ static_assert(kSumThreads * kSumRegisters + kWarpgroup * (kWeighRegisters + kCop
 // Hardware barriers; 0 is __syncthreads.
 enum AttendRowsBarrier : int { kStatsReady = 1, kStatsFree, kSharesReady, kHeldQueries, kTileRead };  // and the next
 
-// Sums of a run, as halves.
-constexpr int kRunBytes = kHeads * kDim * sizeof(__half);
+// Sums of a split, as halves.
+constexpr int kSplitBytes = kHeads * kDim * sizeof(__half);
 constexpr uint32_t kWarpBlockBytes = kWarpRows * kRowBytes;  // of a warp's rows in a block of 64 columns
 constexpr int kRowsInFlight = 4;                             // of a warp, where a token's output is made
 
 struct AttendRowsArgs {
   AttendArgs attend;  // `nope` of its Rows is [rows, 512] bf16, the others are not there
-  uint4* sums;        // [blocks][runs - 1][kHeads][kLanes] twice, a half each: of the runs of a token before its last
+  uint4* sums;  // [blocks][splits - 1][kHeads][kLanes] twice, a half each: of the splits of a token before its last
 };
 
 // What the copy engine reads, in boxes of 64 columns and 16 rows.
@@ -42,16 +42,16 @@ struct RowsShared {
   alignas(1024) uint8_t keys[kRowsStages][kKeyBlocks * kBlockBytes];
   alignas(1024) uint8_t queries[(kKeyBlocks - kHeldBlocks) * kBlockBytes];  // those that are not in registers
   alignas(1024) uint8_t weights[kBlockBytes];                               // P, bf16
-  float keep[kHeads];                 // factor by which a tile shrinks the sums before it
-  float2 stats[kMaxRuns][kHeads];     // (top, total) of a token's runs
-  float2 share[kMaxRuns][kHeads];     // by which their sums enter the output: columns below 256, the others
-  uint8_t unit[kMaxRuns][kHeads][2];  // of the sums: exponent of what 256 columns of a row are counted in
+  float rescale[kHeads];                // factor by which a tile shrinks the sums before it
+  float2 stats[kMaxSplits][kHeads];     // (row max, row sum) of a token's splits
+  float2 share[kMaxSplits][kHeads];     // by which their sums enter the output: columns below 256, the others
+  uint8_t unit[kMaxSplits][kHeads][2];  // of the sums: exponent of what 256 columns of a row are counted in
   alignas(8) uint8_t visible[kRowsStages][kTile / 8];  // eight keys a byte
   uint64_t full[kRowsStages], empty[kRowsStages], weighed, summed;
 };
 static_assert(sizeof(RowsShared) <= kSharedLimit, "more shared memory than a block can have");
 
-// A token and 64 of its heads, which a block serves at a time, and the runs its tiles are cut into.
+// A token and 64 of its heads, which a block serves at a time, and the splits its tiles are cut into.
 struct RowsUnit {
   int token, head, count, tiles, runs;
 

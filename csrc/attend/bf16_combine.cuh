@@ -1,5 +1,5 @@
-// The end of a run and of a token in attend over bf16 rows (attend/bf16_kernel.cuh): numbers as in attend/combine.cuh,
-// in registers.
+// The end of a split and of a token in attend over bf16 rows (attend/bf16_kernel.cuh): numbers as in
+// attend/combine.cuh, in registers.
 #pragma once
 
 #include "attend/bf16_block.cuh"
@@ -24,7 +24,7 @@ __device__ __forceinline__ void settle(uint32_t (&x)[kWords]) {
   for (int i = 0; i < kWords; ++i) asm volatile("" : "+r"(x[i]));
 }
 
-// Leaves the sums of a run in shared memory as halves, the 256 columns of a row in units of their own, such that the
+// Leaves the sums of a split in shared memory as halves, the 256 columns of a row in units of their own, such that the
 // largest lies in [2^14, 2^15). They lie as a tile's keys do; `to`: the warp's 16 rows, of the first of four blocks.
 __device__ __forceinline__ void store_units(RowsShared& s, const Sums& o, uint32_t to, int run, int group, int warp,
                                             int lane) {
@@ -59,23 +59,23 @@ __device__ __forceinline__ uint32_t chunk_of(int row, int lane) {
   return over<kSwizzle>(lane) * kBlockBytes + row * kRowBytes + swizzled(within<kSwizzle>(lane), row);
 }
 
-// Where this lane's chunks of a run that is not the last lie in memory: of row i of the warp kLanes * i further on.
-__device__ __forceinline__ uint4* kept_run(const AttendRowsArgs& args, int run, int splits, int group, int warp,
-                                           int lane) {
+// Where this lane's chunks of a split that is not the last lie in memory: of row i of the warp kLanes * i further on.
+__device__ __forceinline__ uint4* stored_split(const AttendRowsArgs& args, int run, int splits, int group, int warp,
+                                               int lane) {
   const int64_t before = static_cast<int64_t>(blockIdx.x) * (splits - 1) + run;
   return args.sums + (before * kSumWarps + group * kWarpgroupWarps + warp) * (kWarpRows * kLanes) + lane;
 }
 
-__device__ __forceinline__ void keep_run(const AttendRowsArgs& args, uint32_t from, int run, int splits, int group,
-                                         int warp, int lane) {
-  uint4* to = kept_run(args, run, splits, group, warp, lane);
+__device__ __forceinline__ void store_split(const AttendRowsArgs& args, uint32_t from, int run, int splits, int group,
+                                            int warp, int lane) {
+  uint4* to = stored_split(args, run, splits, group, warp, lane);
 #pragma unroll kRowsInFlight
   for (int row = 0; row < kWarpRows; ++row) to[row * kLanes] = load_shared(from + chunk_of(row, lane));
   fence_for_mma();  // and for copies into the place
 }
 
-// How much of each run's sums enters the output, and the LSE. All consumers call it, four a row, each for two runs.
-__device__ __forceinline__ void weigh_runs(const AttendArgs& args, RowsShared& s, const RowsUnit& u, int thread) {
+// How much of each split's sums enters the output, and the LSE. All consumers call it, four a row, each for two splits.
+__device__ __forceinline__ void weigh_splits(const AttendArgs& args, RowsShared& s, const RowsUnit& u, int thread) {
   const int row = over<kQuad>(thread), sub = within<kQuad>(thread), h = u.head + row;
   float2 run[2];
 #pragma unroll
@@ -102,18 +102,18 @@ __device__ __forceinline__ void weigh_runs(const AttendArgs& args, RowsShared& s
   if (sub == 0 && h < args.heads) store_lse(args, u.token, h, top, all);
 }
 
-// Adds up the runs of a token in order, with the sink, and writes the output: a warp its 16 rows, a lane eight columns
-// of each. All consumers call it; `last_run`: the warp's part of the last run, in shared memory.
-__device__ __forceinline__ void finish_rows(const AttendRowsArgs& args, RowsShared& s, uint32_t last_run,
-                                            const RowsUnit& u, int splits, int group, int warp, int lane, int thread) {
+// Adds up the splits of a token in order, with the sink, and writes the output: a warp its 16 rows, a lane eight
+// columns of each. All consumers call it; `last_split`: the warp's part of the last split, in shared memory.
+__device__ __forceinline__ void combine_rows(const AttendRowsArgs& args, RowsShared& s, uint32_t last_split,
+                                             const RowsUnit& u, int splits, int group, int warp, int lane, int thread) {
   const AttendArgs& a = args.attend;
   const bool several = u.runs > 1;
-  // All of the first run's sums and the angles are asked for before they are waited for.
+  // All of the first split's sums and the angles are asked for before they are waited for.
   uint4 kept[kWarpRows] = {};
   if (several) {
-    const uint4* first_run = kept_run(args, 0, splits, group, warp, lane);
+    const uint4* first_split = stored_split(args, 0, splits, group, warp, lane);
 #pragma unroll
-    for (int row = 0; row < kWarpRows; ++row) kept[row] = first_run[row * kLanes];
+    for (int row = 0; row < kWarpRows; ++row) kept[row] = first_split[row * kLanes];
   }
   const int column = group * kHalf + lane * kChunk;
   const bool turning = a.cosine != nullptr && column >= kNope;
@@ -124,7 +124,7 @@ __device__ __forceinline__ void finish_rows(const AttendRowsArgs& args, RowsShar
     sine = __ldg(reinterpret_cast<const float4*>(a.sine + at));
   }
   named_sync(kStatsReady, kSumThreads + kWarpgroup);
-  weigh_runs(a, s, u, thread);
+  weigh_splits(a, s, u, thread);
   named_arrive(kStatsFree, kSumThreads + kWarpgroup);
   named_sync(kSharesReady, kSumThreads);
   const auto share = [&](int run, int row) { return group == 0 ? s.share[run][row].x : s.share[run][row].y; };
@@ -141,13 +141,13 @@ __device__ __forceinline__ void finish_rows(const AttendRowsArgs& args, RowsShar
     }
 #pragma unroll 1
     for (int run = 1; run + 1 < u.runs; ++run) {
-      const uint4* from = kept_run(args, run, splits, group, warp, lane) + first * kLanes;
+      const uint4* from = stored_split(args, run, splits, group, warp, lane) + first * kLanes;
 #pragma unroll
       for (int i = 0; i < kRowsInFlight; ++i) add_chunk(x[i], from[i * kLanes], share(run, own + i));
     }
 #pragma unroll
     for (int i = 0; i < kRowsInFlight; ++i) {
-      const uint32_t chunk = last_run + chunk_of(first + i, lane);
+      const uint32_t chunk = last_split + chunk_of(first + i, lane);
       float(&y)[kChunk] = x[i];
       add_chunk(y, load_shared(chunk), share(u.runs - 1, own + i));
       if (turning) {

@@ -1,13 +1,13 @@
 // attend over bf16 rows: a cache of them, or the rows of a long chunk's requests, decoded once for all of its tokens.
 //
 // Same sums in the same order as attend/kernel.cuh over the fp8 rows that these were decoded from: the bits are equal.
-// A block takes one token and 64 heads after the other, with all their runs:
+// A block takes one token and 64 heads after the other, with all their splits:
 //
 //   warpgroup 3     copies queries and rows to shared memory, up to three tiles ahead, the next token's too
 //   warpgroup 2     queries in registers; S = Q K^T of a tile, softmax, P
 //   warpgroup 0, 1  O[:, 0:256] and O[:, 256:512] += P K, while the next tile is weighed
 //
-// The sums of a run that is not the token's last wait in memory, as halves, in the order in which threads hold them.
+// The sums of a split that is not the token's last wait in memory, as halves, in the order in which threads hold them.
 #pragma once
 
 #include "attend/bf16_block.cuh"
@@ -79,8 +79,8 @@ struct RowsWeigher {
   __device__ __forceinline__ void weigh(Accumulator<kTile>& z, const Fragment (&q)[kHeldSteps], Softmax& softmax) {
     mma_wait<0>();
     settle(z);
-    float keep[2];
-    update(softmax, z, keep, *reinterpret_cast<const uint64_t*>(s.visible[place.index]), scale, lane);
+    float rescale[2];
+    update(softmax, z, rescale, *reinterpret_cast<const uint64_t*>(s.visible[place.index]), scale, lane);
     uint32_t p[2][kTileCells];
 #pragma unroll
     for (int j = 0; j < kTileCells; ++j) {
@@ -97,7 +97,7 @@ struct RowsWeigher {
       store_shared(weights + swizzled(j, row), p[0][j]);
       store_shared(weights + swizzled(j, row) + kLowerRow * kRowBytes, p[1][j]);
     }
-    if (quad_lane(lane) == 0) s.keep[row] = keep[0], s.keep[row + kLowerRow] = keep[1];
+    if (quad_lane(lane) == 0) s.rescale[row] = rescale[0], s.rescale[row + kLowerRow] = rescale[1];
     fence_for_mma();
     __syncwarp();
     if (lane == 0) barrier_arrive(shared_address(&s.weighed));
@@ -168,7 +168,7 @@ __device__ __forceinline__ void sum_all(const AttendRowsArgs& args, const RowsWo
         barrier_wait(shared_address(&s.full[place.index]), place.phase);
         fence_for_mma();
         barrier_wait(shared_address(&s.weighed), turn);
-        shrink(o, s.keep[row], s.keep[row + kLowerRow]);
+        shrink(o, s.rescale[row], s.rescale[row + kLowerRow]);
         const uint64_t v = n_major(shared_address(s.keys[place.index]) + group * (kKeyBlocks / 2 * kBlockBytes));
         mma_fence();
 #pragma unroll
@@ -183,15 +183,15 @@ __device__ __forceinline__ void sum_all(const AttendRowsArgs& args, const RowsWo
       }
       ++tile;
       settle(o[0]), settle(o[1]);
-      // The sums, as halves, take the warpgroup's half of the run's last tile, once all of its warps are past it.
+      // The sums, as halves, take the warpgroup's half of the split's last tile, once all of its warps are past it.
       named_sync(kTileRead + group, kWarpgroup);
       const uint32_t units =
           shared_address(s.keys[place.index]) + group * (kKeyBlocks / 2 * kBlockBytes) + warp * kWarpBlockBytes;
       store_units(s, o, units, run, group, warp, lane);
       if (run + 1 < u.runs) {
-        keep_run(args, units, run, work.splits, group, warp, lane);
+        store_split(args, units, run, work.splits, group, warp, lane);
       } else {
-        finish_rows(args, s, units, u, work.splits, group, warp, lane, thread);
+        combine_rows(args, s, units, u, work.splits, group, warp, lane, thread);
       }
       __syncwarp();
       if (lane == 0) barrier_arrive(shared_address(&s.empty[place.index]));

@@ -47,7 +47,7 @@ struct AttendArgs {
   const float* cosine;  // [T, 32]: the last 64 dims of the output turn back by these angles; null: they do not
   const float* sine;    // [T, 32]
   int bf16_out;
-  uint4* sums;  // of runs with clusters of their own (attend/wide_combine.cuh), else unused
+  uint4* sums;  // of splits with clusters of their own (attend/wide_combine.cuh), else unused
 };
 
 struct Shared {
@@ -56,17 +56,17 @@ struct Shared {
   alignas(1024) uint8_t weights[kBlockBytes];  // P, bf16
   // Rows on their way: [warp][slot][groups 0-3 or 4-6][lane].
   uint8_t codes[kProducerWarps][kSlots][2][kLanes][kChunkBytes];
-  float keep[kHeads];    // factor by which a tile shrinks the sums before it
-  float2 stats[kHeads];  // (top, total) of this block's run
+  float rescale[kHeads];  // factor by which a tile shrinks the sums before it
+  float2 stats[kHeads];   // (row max, row sum) of this block's split
   float sink[kHeads];
   uint8_t unit[kHeads][2];  // of the sums: exponent of what 256 columns of a row are counted in
   alignas(8) uint8_t visible[kStages][kProducerWarps];  // eight keys a byte
   uint64_t full[kStages], empty[kStages];
-  int rank, token, head;  // of this block: for the merge, so that they take no register before
+  int rank, token, head;  // of this block: for the combine, so that they take no register before
 };
 static_assert(sizeof(Shared) <= kSharedLimit, "more shared memory than a block can have");
 
-// How a token's tiles are cut into runs: of up to `most` tiles, and at least `least` runs or one a tile.
+// How a token's tiles are cut into splits: of up to `most` tiles, and at least `least` splits or one a tile.
 struct Cut {
   int most, least;
 
@@ -78,7 +78,7 @@ struct Cut {
 };
 
 // A block's tiles [first, last) of its token's keys.
-struct Run {
+struct Split {
   int first, last;
 };
 

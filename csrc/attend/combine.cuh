@@ -1,4 +1,4 @@
-// The end of attend (attend/kernel.cuh): the runs of a cluster become the output.
+// The end of attend (attend/kernel.cuh): the splits of a cluster become the output.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -10,10 +10,10 @@ namespace dsv4 {
 
 constexpr int kSumBytes = kDim * sizeof(__half);                                // of a row of sums
 constexpr uint32_t kUnitField = kBias + 14 + kBias, kMaxField = 2 * kBias - 1;  // exponent fields
-constexpr int kChunk = kChunkBytes / sizeof(__half);                            // sums that a thread merges at once
-constexpr int kMergers = kThreads / kHeads;                                     // threads of a row
+constexpr int kChunk = kChunkBytes / sizeof(__half);                            // sums that a thread combines at once
+constexpr int kCombiners = kThreads / kHeads;                                   // threads of a row
 constexpr uint32_t kByte = 0xFF;
-static_assert(kMergers >= kMaxCluster, "a lane a run");
+static_assert(kCombiners >= kMaxCluster, "a lane a run");
 
 // The biased exponent of 2^14 / the largest magnitude; both are normal.
 __device__ __forceinline__ uint32_t unit_exponent(float most) {
@@ -31,8 +31,9 @@ __device__ __forceinline__ uint32_t unit_exponent(const Sums& o, int half) {
   return unit_exponent(row_max(most));
 }
 
-// Leaves a run's sums in shared memory for `add_runs`, as halves: the 256 columns of a row in units of their own, such
-// that the largest lies in [2^14, 2^15). Both consumer warpgroups call it; `o` holds 256 columns from 256 group on.
+// Leaves a split's sums in shared memory for `combine_splits`, as halves: the 256 columns of a row in units of their
+// own, such that the largest lies in [2^14, 2^15). Both consumer warpgroups call it; `o` holds 256 columns from 256
+// group on.
 __device__ __forceinline__ void store_sums(Shared& s, const Sums& o, int group, int thread) {
   const int lane = lane_of(thread), upper = accumulator_row(warp_of(thread) & 3, lane);
 #pragma unroll
@@ -118,12 +119,12 @@ __device__ __forceinline__ void store_out(const AttendArgs& args, int token, int
   store_chunk(args, row * kDim + column, x);
 }
 
-// Merges the runs of the cluster in rank order, with the sink, and writes this block's columns of the output. All
+// Combines the splits of the cluster in rank order, with the sink, and writes this block's columns of the output. All
 // threads call it, eight a row.
-__device__ __forceinline__ void add_runs(const AttendArgs& args, Shared& s, int splits, int thread) {
+__device__ __forceinline__ void combine_splits(const AttendArgs& args, Shared& s, int splits, int thread) {
   constexpr int kChunks = kDim / kChunk;
   const int rank = s.rank, token = s.token;
-  const int row = over<kMergers>(thread), sub = within<kMergers>(thread), h = s.head + row;
+  const int row = over<kCombiners>(thread), sub = within<kCombiners>(thread), h = s.head + row;
   const int begin = rank * kChunks / splits + sub, end = (rank + 1) * kChunks / splits;
   const uint32_t sums = shared_address(s.queries) + row * kSumBytes;
   // Lane `sub` weighs run `sub`: columns below 256 by `low`, the others by `high`.
@@ -135,31 +136,31 @@ __device__ __forceinline__ void add_runs(const AttendArgs& args, Shared& s, int 
   }
   float top = run.x;
 #pragma unroll
-  for (int d = 1; d < kMergers; d *= 2) top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, d));
+  for (int d = 1; d < kCombiners; d *= 2) top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, d));
   const float part = split_rescale(run.x, top);
   float total = __fmul_rn(part, run.y);  // rounded on its own, whatever it is added to
 #pragma unroll
-  for (int d = 1; d < kMergers; d *= 2) total += __shfl_xor_sync(kAllLanes, total, d);
+  for (int d = 1; d < kCombiners; d *= 2) total += __shfl_xor_sync(kAllLanes, total, d);
   const float share = __fdividef(part, total + sink_weight(s.sink[row], top));
   const float low = share * of_exponent_field(units & kByte), high = share * of_exponent_field(units >> 8);
   if (rank == 0 && sub == 0 && h < args.heads) store_lse(args, token, h, top, total);
 #pragma unroll 1
-  for (int chunk = begin; __any_sync(kAllLanes, chunk < end); chunk += 2 * kMergers) {
+  for (int chunk = begin; __any_sync(kAllLanes, chunk < end); chunk += 2 * kCombiners) {
     float x[2][kChunk] = {};
 #pragma unroll 2
     for (int c = 0; c < splits; ++c) {
-      const int from = (thread & (kLanes - kMergers)) | c;
+      const int from = (thread & (kLanes - kCombiners)) | c;
       const float below = __shfl_sync(kAllLanes, low, from), above = __shfl_sync(kAllLanes, high, from);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int at = min(chunk + kMergers * i, kChunks - 1);
+        const int at = min(chunk + kCombiners * i, kChunks - 1);
         const uint32_t address = sums + swizzled(at, row);
         add_chunk(x[i], load_peer(peer_address(address, c)), at < kChunks / 2 ? below : above);
       }
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int at = chunk + kMergers * i;
+      const int at = chunk + kCombiners * i;
       if (at < end && h < args.heads) {
         store_out(args, token, static_cast<int64_t>(token) * args.heads + h, at * kChunk, x[i]);
       }

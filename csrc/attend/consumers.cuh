@@ -1,4 +1,4 @@
-// The consumers of attend (attend/kernel.cuh): products of the queries and a run's keys, softmax, sums of the values.
+// The consumers of attend (attend/kernel.cuh): products of the queries and a split's keys, softmax, sums of the values.
 #pragma once
 
 #include "attend/block.cuh"
@@ -55,8 +55,8 @@ struct Softmax {
   float total[2] = {0, 0};        // this lane's share of the sum of 2^(scale (z - top))
 };
 
-// Logits -> weights: z becomes 2^(scale (z - top)), `keep` the factor of the sums before. `visible`: a bit per key.
-__device__ __forceinline__ void update(Softmax& m, Accumulator<kTile>& z, float (&keep)[2], uint64_t visible,
+// Logits -> weights: z becomes 2^(scale (z - top)), `rescale` the factor of the sums before. `visible`: a bit per key.
+__device__ __forceinline__ void update(Softmax& m, Accumulator<kTile>& z, float (&rescale)[2], uint64_t visible,
                                        float scale, int lane) {
   if (visible != ~uint64_t{0}) {
     visible >>= 2 * quad_lane(lane);
@@ -72,7 +72,7 @@ __device__ __forceinline__ void update(Softmax& m, Accumulator<kTile>& z, float 
     for (int j = 0; j < kTileCells; ++j) top = fmaxf(top, fmaxf(z[kCell * j + 2 * half], z[kCell * j + 2 * half + 1]));
     top = row_max(top);
     const float base = top == -kInf ? 0.f : top * scale;
-    keep[half] = exp2_fast(m.top[half] * scale - base);
+    rescale[half] = exp2_fast(m.top[half] * scale - base);
     m.top[half] = top;
     float sum = 0;
 #pragma unroll
@@ -84,7 +84,7 @@ __device__ __forceinline__ void update(Softmax& m, Accumulator<kTile>& z, float 
         sum += x;
       }
     }
-    m.total[half] = m.total[half] * keep[half] + sum;
+    m.total[half] = m.total[half] * rescale[half] + sum;
   }
 }
 
@@ -103,7 +103,7 @@ __device__ __forceinline__ void score(Accumulator<kTile>& z, uint32_t queries, u
 }
 
 // The weights as A of the products with the values, and a copy in shared memory for the other warpgroup.
-__device__ __forceinline__ void share_weights(Shared& s, const Accumulator<kTile>& z, const float (&keep)[2],
+__device__ __forceinline__ void share_weights(Shared& s, const Accumulator<kTile>& z, const float (&rescale)[2],
                                               Fragment (&p)[kValueSteps], int row, int lane) {
   const uint32_t weights = shared_address(s.weights) + row * kRowBytes + quad_lane(lane) * sizeof(uint32_t);
 #pragma unroll
@@ -117,27 +117,27 @@ __device__ __forceinline__ void share_weights(Shared& s, const Accumulator<kTile
     store_shared(at + kLowerRow * kRowBytes, lower);
   }
   if (quad_lane(lane) == 0) {
-    s.keep[row] = keep[0];
-    s.keep[row + kLowerRow] = keep[1];
+    s.rescale[row] = rescale[0];
+    s.rescale[row + kLowerRow] = rescale[1];
   }
   fence_for_mma();
   named_arrive(kWeightsReady, kConsumerThreads);
 }
 
-// Warpgroup 0: the weights of every tile of the run, and the sums of the first 256 columns.
-__device__ __forceinline__ void weigh_and_sum(const AttendArgs& args, Shared& s, Softmax& softmax, Sums& o, Run run,
+// Warpgroup 0: the weights of every tile of the split, and the sums of the first 256 columns.
+__device__ __forceinline__ void weigh_and_sum(const AttendArgs& args, Shared& s, Softmax& softmax, Sums& o, Split run,
                                               int row, int lane) {
   Accumulator<kTile> z;
   for (int tile = run.first; tile < run.last; ++tile) {
     const Stage stage = stage_of<kStages>(tile - run.first);
     barrier_wait(shared_address(&s.full[stage.index]), stage.phase);
     score(z, shared_address(s.queries), shared_address(s.keys[stage.index]));
-    float keep[2];
-    update(softmax, z, keep, *reinterpret_cast<const uint64_t*>(s.visible[stage.index]), args.scale_log2, lane);
+    float rescale[2];
+    update(softmax, z, rescale, *reinterpret_cast<const uint64_t*>(s.visible[stage.index]), args.scale_log2, lane);
     if (tile > run.first) named_sync(kWeightsFree, kConsumerThreads);
     Fragment p[kValueSteps];
-    share_weights(s, z, keep, p, row, lane);
-    shrink(o, keep[0], keep[1]);
+    share_weights(s, z, rescale, p, row, lane);
+    shrink(o, rescale[0], rescale[1]);
     const uint64_t v = n_major(shared_address(s.keys[stage.index]));
     mma_fence();
 #pragma unroll
@@ -154,12 +154,12 @@ __device__ __forceinline__ void weigh_and_sum(const AttendArgs& args, Shared& s,
 }
 
 // Warpgroup 1: the sums of the other 256 columns, by the same weights.
-__device__ __forceinline__ void sum_only(Shared& s, Sums& o, Run run, int row, int lane) {
+__device__ __forceinline__ void sum_only(Shared& s, Sums& o, Split run, int row, int lane) {
   for (int tile = run.first; tile < run.last; ++tile) {
     const Stage stage = stage_of<kStages>(tile - run.first);
     barrier_wait(shared_address(&s.full[stage.index]), stage.phase);
     named_sync(kWeightsReady, kConsumerThreads);
-    shrink(o, s.keep[row], s.keep[row + kLowerRow]);
+    shrink(o, s.rescale[row], s.rescale[row + kLowerRow]);
     const uint64_t p = k_major(shared_address(s.weights));
     const uint64_t v = n_major(shared_address(s.keys[stage.index]) + kKeyBlocks / 2 * kBlockBytes);
     mma_fence();

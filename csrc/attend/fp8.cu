@@ -1,4 +1,4 @@
-// attend as an XLA FFI handler. One launch, or two for runs with clusters of their own; only
+// attend as an XLA FFI handler. One launch, or two for splits with clusters of their own; only
 // enqueues: fit for a command buffer. Wrapper, argument meaning and fallbacks: dsv4_jax/cuda/attend.py.
 #include <cuda_runtime.h>
 
@@ -11,7 +11,7 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// `blocks` share a run: one; four of each of two runs, in a cluster; or eight, a run then having its own cluster.
+// `blocks` share a split: one; four of each of two splits, in a cluster; or eight, a split then having its own cluster.
 cudaError_t launch(const AttendArgs& args, int splits, int blocks, Cut cut, cudaStream_t stream) {
   if (args.tokens == 0 || args.heads == 0) return cudaSuccess;
   const int head_blocks = (args.heads + kHeads - 1) / kHeads;
@@ -51,7 +51,7 @@ ffi::Error check_rows(const char* nope_name, const char* rope_name, const char* 
 ffi::Error attend(cudaStream_t stream, Queries queries, Sink sink, Bytes window_nope, Halves window_rope,
                   Bytes window_scale, Ids window_ids, Flags window_visible, Bytes entry_nope, Halves entry_rope,
                   Bytes entry_scale, Ids entry_ids, Counts entry_count, Angles cosine, Angles sine, Out out, Lse lse,
-                  SplitSums sums, float scale, int32_t splits, int32_t blocks, int32_t most, int32_t least) {
+                  SumsResult sums, float scale, int32_t splits, int32_t blocks, int32_t most, int32_t least) {
   AttendArgs args = {};
   const Cut cut = {most, least};
   ffi::Error error = read_attend(
@@ -64,7 +64,7 @@ ffi::Error attend(cudaStream_t stream, Queries queries, Sink sink, Bytes window_
     error = check_rows("entry_nope", "entry_rope", "entry_scale", entry_nope, entry_rope, entry_scale, args.entries);
   if (error.failure()) return error;
   const int64_t units = int64_t{args.tokens} * ((args.heads + kHeads - 1) / kHeads);
-  if (blocks == 8 && splits > 1) error = check("attend", {{"sums", *sums, {units, splits, kRunWords}}});
+  if (blocks == 8 && splits > 1) error = check("attend", {{"sums", *sums, {units, splits, kSplitWords}}});
   if (error.success())
     error = check("attend", {},
                   {{blocks == 1 || blocks == 8 || (blocks == 4 && splits == 2),

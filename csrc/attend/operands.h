@@ -16,7 +16,7 @@ using Out = xla::ffi::Result<xla::ffi::AnyBuffer>;
 using LseBuffer = xla::ffi::Buffer<xla::ffi::F32, 2>;
 using SumsBuffer = xla::ffi::Buffer<xla::ffi::U32, 3>;
 using Lse = xla::ffi::Result<LseBuffer>;
-using SplitSums = xla::ffi::Result<SumsBuffer>;
+using SumsResult = xla::ffi::Result<SumsBuffer>;
 
 // All operands and results but the rows.
 struct AttendOperands {
@@ -29,7 +29,7 @@ struct AttendOperands {
   Angles &cosine, &sine;
   Out& out;
   Lse& lse;
-  SplitSums& sums;
+  SumsResult& sums;
 };
 
 // Checks what is no row and fills `args` but for the rows.

@@ -117,8 +117,8 @@ struct Producer {
   }
 };
 
-// `key` and `next_key` are those of the tiles `guess` and the one after: loaded before the run was known.
-__device__ __forceinline__ void produce(const Producer& p, Shared& s, Run run, int guess, int2 key, int2 next_key) {
+// `key` and `next_key` are those of the tiles `guess` and the one after: loaded before the split was known.
+__device__ __forceinline__ void produce(const Producer& p, Shared& s, Split run, int guess, int2 key, int2 next_key) {
   const auto [first, last] = run;
   if (first >= last) return;
   const int2 none = {0, 0};

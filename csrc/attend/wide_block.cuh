@@ -21,29 +21,29 @@ constexpr int kSliceVectors = kSliceWords / 4;
 constexpr int kHalfSlices = kHalf / kBlockColumns;  // of the columns that share a unit
 
 // Hardware barriers; 0 is __syncthreads.
-enum WideBarrier : int { kKeysReady = 1, kValuesReady, kTopsRead, kKeepsReady };
+enum WideBarrier : int { kKeysReady = 1, kValuesReady, kTopsRead, kRescalesReady };
 
-// A cluster of eight blocks: `kBlocks` share a run, its keys and then its columns.
+// A cluster of eight blocks: `kBlocks` share a split, its keys and then its columns.
 template <int kBlocks>
 struct WideShared {
-  static constexpr int kRuns = kMaxCluster / kBlocks;             // of a cluster
+  static constexpr int kSplits = kMaxCluster / kBlocks;           // of a cluster
   static constexpr int kSlices = kDim / kBlockColumns / kBlocks;  // of columns, of a block: a warpgroup each
   static constexpr int kTiles = kBlocks == 4 ? 5 : 9;             // of a round
   static constexpr int kSteps = kTiles * kTileSteps, kKeys = kTiles * kTile;
   static_assert(kSteps <= kOwnSteps * kBlocks, "every step has a block");
 
-  // In place of the keys once all blocks of the run have scored theirs.
+  // In place of the keys once all blocks of the split have scored theirs.
   struct Weighed {
     uint4 weights[kSteps][kWarpgroup];  // P, bf16: of a step, as fragments
     uint4 chain[kWarpgroup];            // (total, total, sum, sum) of rows r and r + 8, from the block before
-    float keep[kTiles][kHeads];         // factor by which a tile shrinks the sums before it
+    float rescale[kTiles][kHeads];      // factor by which a tile shrinks the sums before it
     float2 most[kHalfSlices][kQuads];   // of the sums of a slice: of rows r and r + 8
   };
   // In place of the queries once all blocks of the cluster have scored all their keys.
   struct Summed {
-    uint4 words[kRuns][kSliceVectors][kWarpgroup];  // of the other runs
-    uint32_t units[kRuns][kWarpgroup];              // two bytes: exponents of rows r and r + 8
-    float4 stats[kRuns][kQuads];                    // (top, total) of rows r and r + 8
+    uint4 words[kSplits][kSliceVectors][kWarpgroup];  // of the other splits
+    uint32_t units[kSplits][kWarpgroup];              // two bytes: exponents of rows r and r + 8
+    float4 stats[kSplits][kQuads];                    // (row max, row sum) of rows r and r + 8
   };
   union {
     alignas(1024) uint8_t queries[kKeyBlocks * kBlockBytes];
@@ -68,7 +68,7 @@ struct WideRound {
   int first, tiles;  // the token's
 
   // Round i of so many of a split.
-  static __device__ __forceinline__ WideRound of(Run x, int i, int rounds) {
+  static __device__ __forceinline__ WideRound of(Split x, int i, int rounds) {
     const int tiles = x.last - x.first, first = i * tiles / rounds;
     return {x.first + first, (i + 1) * tiles / rounds - first};
   }

@@ -1,5 +1,5 @@
 // Runs of a token whose clusters are their own, of attend for few tokens (attend/wide_kernel.cuh): their sums go
-// through memory, and a second kernel merges them in rank order, as attend/combine.cuh does within a cluster.
+// through memory, and a second kernel combines them in rank order, as attend/combine.cuh does within a cluster.
 #pragma once
 
 #include "attend/combine.cuh"
@@ -9,13 +9,13 @@
 namespace dsv4 {
 
 constexpr int kSliceCount = kDim / kBlockColumns;
-constexpr int kSumVectors = kSliceCount * kSliceVectors * kWarpgroup;  // of a run, of 16 bytes: halves,
+constexpr int kSumVectors = kSliceCount * kSliceVectors * kWarpgroup;  // of a split, of 16 bytes: halves,
 constexpr int kUnitVectors = kSliceCount * kWarpgroup / 4;             // what they are counted in,
-constexpr int kRunVectors = kSumVectors + kUnitVectors + kQuads;       // and (top, total)
-constexpr int kRunWords = kRunVectors * 4;
+constexpr int kSplitVectors = kSumVectors + kUnitVectors + kQuads;     // and (row max, row sum)
+constexpr int kSplitWords = kSplitVectors * 4;
 
-// Where the sums of a run of a token and 64 heads lie, as its threads have them.
-struct RunSums {
+// Where the sums of a split of a token and 64 heads lie, as its threads have them.
+struct SplitSums {
   uint4* at;
 
   __device__ __forceinline__ uint4* words(int slice, int vector) const {
@@ -29,7 +29,7 @@ struct RunSums {
   }
 };
 
-// A block adds up a vector of a slice of all runs: a thread eight columns of a row.
+// A block adds up a vector of a slice of all splits: a thread eight columns of a row.
 __global__ void __launch_bounds__(kWarpgroup)
     attend_wide_runs_kernel(const __grid_constant__ AttendArgs args, int splits, int head_blocks) {
   let_next_start();
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kWarpgroup)
   for (int c = 0; c < kMaxCluster; ++c) {
     halves[c] = {0, 0, 0, 0}, units[c] = 0, stats[c] = {-kInf, 0};
     if (c < splits) {
-      const RunSums run{args.sums + (static_cast<int64_t>(unit) * splits + c) * kRunVectors};
+      const SplitSums run{args.sums + (static_cast<int64_t>(unit) * splits + c) * kSplitVectors};
       stats[c] = reinterpret_cast<const float2*>(run.stats() + quad)[half];
       units[c] = run.units(slice)[thread];
       halves[c] = run.words(slice, vector)[thread];

@@ -1,15 +1,15 @@
-// attend over fp8 rows for few tokens: as attend/kernel.cuh with the same bits, a run of keys over several blocks.
+// attend over fp8 rows for few tokens: as attend/kernel.cuh with the same bits, a split of keys over several blocks.
 //
-// A cluster of eight blocks serves one token and 64 heads. `kBlocks` of them share a run, round by round of a few
+// A cluster of eight blocks serves one token and 64 heads. `kBlocks` of them share a split, round by round of a few
 // tiles: each scores some of the keys, sixteen at a time, and sums some of the columns of all values. For no number
 // needs more than its own row and its own column: logits are of one key, a sum of values is of one column and adds up
 // the same products in the same order wherever it is made, and what a tile's weights are relative to is a maximum.
 // Blocks send one another, in this order, the maxima of their keys, weights, and sums of weights as far as their keys;
-// then what the columns of a row are counted in, and halves of the sums for the runs to be added up as there. Or a run
-// has a cluster alone, and its sums go to memory (attend/wide_combine.cuh).
+// then what the columns of a row are counted in, and halves of the sums for the splits to be added up as there. Or a
+// split has a cluster alone, and its sums go to memory (attend/wide_combine.cuh).
 //
 //   warpgroup 0      S = Q K^T of the block's own keys, their weights, sums of weights
-//   warpgroups 1, 2  values of a slice of 64 columns each, for all keys of the run (of eight blocks only the first)
+//   warpgroups 1, 2  values of a slice of 64 columns each, for all keys of the split (of eight blocks only the first)
 //   warpgroup 3      by how much each tile shrinks the sums before it
 //
 // All copy rows and turn their codes into bf16: their own keys for all columns, then all keys for their own columns.
@@ -160,7 +160,7 @@ __device__ __forceinline__ void expect_messages(WideShared<kBlocks>& s) {
   barrier_expect(shared_address(&s.most_in), sizeof(s.weighed.most));
   barrier_expect(shared_address(&s.stats_in), sizeof(s.summed.stats));
   barrier_expect(shared_address(&s.words_in),
-                 (Shared::kRuns - 1) * (sizeof(s.summed.words[0]) + sizeof(s.summed.units[0])));
+                 (Shared::kSplits - 1) * (sizeof(s.summed.words[0]) + sizeof(s.summed.units[0])));
 }
 
 // Expects the messages of a round; `chained`: sums of weights of the block before, too.
@@ -203,7 +203,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
   extern __shared__ __align__(1024) uint8_t raw[];
   Shared& s = *reinterpret_cast<Shared*>(raw);
   const int rank = blockIdx.x, unit = blockIdx.z;
-  const int splits = kAlone ? gridDim.y : Shared::kRuns, run = kAlone ? blockIdx.y : rank / kBlocks;
+  const int splits = kAlone ? gridDim.y : Shared::kSplits, run = kAlone ? blockIdx.y : rank / kBlocks;
   const int block = rank % kBlocks, base = rank - block;
   const int head = unit % head_blocks * kHeads, token = unit / head_blocks;
   const int thread = threadIdx.x, lane = lane_of(thread), warp = __shfl_sync(kAllLanes, warp_of(thread), 0);
@@ -212,9 +212,9 @@ __global__ void __launch_bounds__(kWideThreads, 1)
   const int window_tiles = (args.window_keys + kTile - 1) / kTile;
   const auto cut_of = [=](int keys) {
     const int tiles = window_tiles + (keys + kTile - 1) / kTile, runs = min(cut.runs(tiles), splits);
-    return Run{min(run, runs) * tiles / runs, min(run + 1, runs) * tiles / runs};
+    return Split{min(run, runs) * tiles / runs, min(run + 1, runs) * tiles / runs};
   };
-  const auto rounds_of = [](Run x) { return (x.last - x.first + Shared::kTiles - 1) / Shared::kTiles; };
+  const auto rounds_of = [](Split x) { return (x.last - x.first + Shared::kTiles - 1) / Shared::kTiles; };
   if (thread == 0) expect_messages(s);
   arrive_in_cluster();  // barriers are there
 
@@ -230,14 +230,14 @@ __global__ void __launch_bounds__(kWideThreads, 1)
     }
   };
   // If all entries count: known before the count is.
-  const Run full = cut_of(args.entry_keys);
+  const Split full = cut_of(args.entry_keys);
   if (full.first < full.last) load_keys(Round::of(full, 0, rounds_of(full)));
   if (args.entry_keys > 0) keys.count = min(max(__ldg(args.entry_count + token), 0), args.entry_keys);
   copy_queries(args, s, token, head, thread);
-  const Run own_run = keys.count == args.entry_keys ? full : cut_of(keys.count);
-  const int rounds = rounds_of(own_run);
-  if (rounds > 0 && (own_run.first != full.first || own_run.last != full.last))
-    load_keys(Round::of(own_run, 0, rounds));
+  const Split own_split = keys.count == args.entry_keys ? full : cut_of(keys.count);
+  const int rounds = rounds_of(own_split);
+  if (rounds > 0 && (own_split.first != full.first || own_split.last != full.last))
+    load_keys(Round::of(own_split, 0, rounds));
   wait_for_cluster();
 
   WideSoftmax softmax;
@@ -245,7 +245,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
   Accumulator<kBlockColumns> o = {};
 #pragma unroll 1
   for (int i = 0; i < rounds; ++i) {
-    const Round r = Round::of(own_run, i, rounds);
+    const Round r = Round::of(own_split, i, rounds);
     const bool last = i + 1 == rounds;
     if (i > 0) {
       load_keys(r);
@@ -282,7 +282,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
     fence_for_mma();
     if (group == 0) {
       named_sync(kKeysReady, kWideThreads);
-      weigh_own(args, s, r, i, last, block, base, softmax, thread);
+      softmax_own(args, s, r, i, last, block, base, softmax, thread);
       continue;
     }
     named_arrive(kKeysReady, kWideThreads);
@@ -293,14 +293,14 @@ __global__ void __launch_bounds__(kWideThreads, 1)
     constexpr int kSummed = kWarpgroup * (1 + kSlices);  // threads that the factors concern
     if (group <= kSlices) {
       named_sync(kValuesReady, kValueWarps * kLanes);
-      named_sync(kKeepsReady, kSummed);
+      named_sync(kRescalesReady, kSummed);
       messages_wait(s.weights_in, i & 1);
       sum_slice(s, o, r, group - 1, member);
     } else {
       named_arrive(kValuesReady, kValueWarps * kLanes);
       if (group == 3) {
-        find_keeps(args, s, r, i, row_top, member);
-        named_arrive(kKeepsReady, kSummed);
+        find_rescales(args, s, r, i, row_top, member);
+        named_arrive(kRescalesReady, kSummed);
       }
     }
   }
@@ -309,12 +309,12 @@ __global__ void __launch_bounds__(kWideThreads, 1)
     copy_wait<0>();
     arrive_in_cluster();
   }
-  const RunSums alone{kAlone ? args.sums + (static_cast<int64_t>(unit) * splits + run) * kRunVectors : nullptr};
+  const SplitSums alone{kAlone ? args.sums + (static_cast<int64_t>(unit) * splits + run) * kSplitVectors : nullptr};
   if (group > 0 && group <= kSlices) {
     finish_slice<kAlone>(args, s, o, token, head, run, block, group - 1, member, alone);
     return;
   }
-  if (group == 0 && block == kBlocks - 1) {  // the run's last keys, or none: the whole sum of weights
+  if (group == 0 && block == kBlocks - 1) {  // the split's last keys, or none: the whole sum of weights
     const float totals[2] = {row_total(softmax.total[0]), row_total(softmax.total[1])};
     wait_for_cluster();
     const uint4 stats =

@@ -19,10 +19,10 @@ __device__ __forceinline__ void mma_64x80(Accumulator<kOwnKeys>& d, uint64_t a, 
       : "l"(a), "l"(b), "r"(accumulate));
 }
 
-// Running softmax of a run, of rows r and r + 8.
+// Running softmax of a split, of rows r and r + 8.
 struct WideSoftmax {
   float top[2] = {-kInf, -kInf};  // largest logit of the rounds before, before scaling
-  float total[2] = {0, 0};        // this lane's share of the sum of weights; in the run's last block
+  float total[2] = {0, 0};        // this lane's share of the sum of weights; in the split's last block
 };
 
 __device__ __forceinline__ float base_of(float top, float scale) { return top == -kInf ? 0.f : top * scale; }
@@ -48,10 +48,10 @@ __device__ __forceinline__ void score_own(WideShared<kBlocks>& s, Accumulator<kO
   mma_wait<0>();
 }
 
-// A warpgroup weighs the block's keys of a round for all blocks of the run, whose first has rank `base`.
+// A warpgroup weighs the block's keys of a round for all blocks of the split, whose first has rank `base`.
 template <int kBlocks>
-__device__ __forceinline__ void weigh_own(const AttendArgs& args, WideShared<kBlocks>& s, WideRound<kBlocks> r,
-                                          int round, bool last, int block, int base, WideSoftmax& m, int thread) {
+__device__ __forceinline__ void softmax_own(const AttendArgs& args, WideShared<kBlocks>& s, WideRound<kBlocks> r,
+                                            int round, bool last, int block, int base, WideSoftmax& m, int thread) {
   const int lane = lane_of(thread), quad = over<kQuad>(thread), column = 2 * quad_lane(lane);
   const int first = r.first_step(block), own = r.first_step(block + 1) - first, tile = over<kTileSteps>(first);
   const auto second = [&](int step) { return over<kTileSteps>(first + step) != tile; };
@@ -118,7 +118,7 @@ __device__ __forceinline__ void weigh_own(const AttendArgs& args, WideShared<kBl
       }
     }
   }
-  float bases[2][2], keeps[2][2];
+  float bases[2][2], rescales[2][2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     before[half] = fmaxf(m.top[half], row_max(before[half]));
@@ -126,8 +126,8 @@ __device__ __forceinline__ void weigh_own(const AttendArgs& args, WideShared<kBl
     at[1][half] = fmaxf(at[0][half], row_max(at[1][half]));
     m.top[half] = fmaxf(at[1][half], row_max(rest[half]));
     bases[0][half] = base_of(at[0][half], scale), bases[1][half] = base_of(at[1][half], scale);
-    keeps[0][half] = weight_of(before[half], scale, bases[0][half]);
-    keeps[1][half] = weight_of(at[0][half], scale, bases[1][half]);
+    rescales[0][half] = weight_of(before[half], scale, bases[0][half]);
+    rescales[1][half] = weight_of(at[0][half], scale, bases[1][half]);
   }
   uint4 weights[kOwnSteps];
 #pragma unroll
@@ -173,7 +173,7 @@ __device__ __forceinline__ void weigh_own(const AttendArgs& args, WideShared<kBl
     if (within<kTileSteps>(first + i) == kTileSteps - 1) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        total[half] = fmaf(total[half], second(i) ? keeps[1][half] : keeps[0][half], sum[half]);
+        total[half] = fmaf(total[half], second(i) ? rescales[1][half] : rescales[0][half], sum[half]);
         sum[half] = 0;
       }
     }
@@ -187,8 +187,8 @@ __device__ __forceinline__ void weigh_own(const AttendArgs& args, WideShared<kBl
 
 // A warpgroup: the factors by which tiles shrink the sums before them. `top` is a row's running top, one row a thread.
 template <int kBlocks>
-__device__ __forceinline__ void find_keeps(const AttendArgs& args, WideShared<kBlocks>& s, WideRound<kBlocks> r,
-                                           int round, float& top, int thread) {
+__device__ __forceinline__ void find_rescales(const AttendArgs& args, WideShared<kBlocks>& s, WideRound<kBlocks> r,
+                                              int round, float& top, int thread) {
   const int row = within<kHeads>(thread), quad = row / kWarpRows * kLowerRow + within<kLowerRow>(row);
   messages_wait(s.tops_in, round & 1);
   float2 tops[kBlocks];
@@ -209,7 +209,7 @@ __device__ __forceinline__ void find_keeps(const AttendArgs& args, WideShared<kB
       if (distance == 1) top = fmaxf(top, tops[p].y);
     }
     if (thread < kHeads) {
-      s.weighed.keep[tile][row] = weight_of(before, args.scale_log2, base_of(top, args.scale_log2));
+      s.weighed.rescale[tile][row] = weight_of(before, args.scale_log2, base_of(top, args.scale_log2));
     }
   }
 }

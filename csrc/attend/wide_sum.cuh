@@ -29,7 +29,7 @@ __device__ __forceinline__ void sum_slice(WideShared<kBlocks>& s, Accumulator<kB
     uint4 weights[kTileSteps];
 #pragma unroll
     for (int i = 0; i < kTileSteps; ++i) weights[i] = s.weighed.weights[tile * kTileSteps + i][thread];
-    const float upper = s.weighed.keep[tile][row], lower = s.weighed.keep[tile][row + kLowerRow];
+    const float upper = s.weighed.rescale[tile][row], lower = s.weighed.rescale[tile][row + kLowerRow];
     if (!__all_sync(kAllLanes, upper == 1.f && lower == 1.f)) {
 #pragma unroll
       for (int j = 0; j < kSliceCells; ++j) {
@@ -73,12 +73,12 @@ __device__ __forceinline__ void store_slice(const AttendArgs& args, int token, i
   }
 }
 
-// The sums of run `run` become halves; the block that adds up this slice of all runs does so, with the sink. Of a run
-// alone in its cluster they go to memory.
+// The sums of split `run` become halves; the block that adds up this slice of all splits does so, with the sink. Of a
+// split alone in its cluster they go to memory.
 template <bool kAlone, int kBlocks>
 __device__ __forceinline__ void finish_slice(const AttendArgs& args, WideShared<kBlocks>& s,
                                              const Accumulator<kBlockColumns>& o, int token, int head, int run,
-                                             int block, int slice, int thread, RunSums alone) {
+                                             int block, int slice, int thread, SplitSums alone) {
   using Shared = WideShared<kBlocks>;
   constexpr int kHalfBlocks = kBlocks / 2;
   const int lane = lane_of(thread), row = accumulator_row(warp_of(thread), lane), quad = over<kQuad>(thread);
@@ -126,7 +126,7 @@ __device__ __forceinline__ void finish_slice(const AttendArgs& args, WideShared<
     alone.units(columns)[thread] = units;
     return;
   }
-  if (Shared::kRuns > 1 && slice != run) {  // of all runs it is the block's of run `slice`
+  if (Shared::kSplits > 1 && slice != run) {  // of all splits it is the block's of split `slice`
     const int rank = slice * kBlocks + block;
 #pragma unroll
     for (int i = 0; i < kSliceVectors; ++i) {
@@ -143,36 +143,36 @@ __device__ __forceinline__ void finish_slice(const AttendArgs& args, WideShared<
     sink[half] = h < args.heads ? __ldg(args.sink + h) : 0.f;
   }
   messages_wait(s.stats_in, 0);
-  float share[2][Shared::kRuns];
+  float share[2][Shared::kSplits];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     float top = -kInf, total = 0;
-    float2 stats[Shared::kRuns];
+    float2 stats[Shared::kSplits];
 #pragma unroll
-    for (int c = 0; c < Shared::kRuns; ++c) {
+    for (int c = 0; c < Shared::kSplits; ++c) {
       stats[c] = reinterpret_cast<const float2*>(&s.summed.stats[c][quad])[half];
       top = fmaxf(top, stats[c].x);
     }
 #pragma unroll
-    for (int c = 0; c < Shared::kRuns; ++c) {
+    for (int c = 0; c < Shared::kSplits; ++c) {
       share[half][c] = split_rescale(stats[c].x, top);
       total = __fadd_rn(total, __fmul_rn(share[half][c], stats[c].y));
     }
     const float rest = total + sink_weight(sink[half], top);
 #pragma unroll
-    for (int c = 0; c < Shared::kRuns; ++c) share[half][c] = __fdividef(share[half][c], rest);
+    for (int c = 0; c < Shared::kSplits; ++c) share[half][c] = __fdividef(share[half][c], rest);
     const int h = head + row + kLowerRow * half;
     if (columns == 0 && quad_lane(lane) == 0 && h < args.heads) store_lse(args, token, h, top, total);
   }
   float x[kBlockColumns / 2] = {};
-  if (Shared::kRuns > 1) messages_wait(s.words_in, 0);
+  if (Shared::kSplits > 1) messages_wait(s.words_in, 0);
 #pragma unroll
-  for (int c = 0; c < Shared::kRuns; ++c) {
+  for (int c = 0; c < Shared::kSplits; ++c) {
     uint32_t theirs[kSliceWords];
     uint32_t unit = units;
 #pragma unroll
     for (int i = 0; i < kSliceWords; ++i) theirs[i] = words[i];
-    if (Shared::kRuns > 1 && c != run) {
+    if (Shared::kSplits > 1 && c != run) {
       unit = s.summed.units[c][thread];
 #pragma unroll
       for (int i = 0; i < kSliceVectors; ++i) {
