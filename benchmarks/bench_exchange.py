@@ -1,4 +1,4 @@
-"""The exchange between GPUs (csrc/exchange.cu) against XLA's collectives. Needs two GPUs or more.
+"""The exchange between GPUs (csrc/exchange/exchange.cu) against XLA's collectives. Needs two GPUs or more.
 
     python benchmarks/bench_exchange.py [--json FILE] [--sizes 512,16,128,1024,2048] [--parts sizes,wo_b] [--quick]
 

@@ -1,4 +1,4 @@
-"""Buffers through which the GPUs of a host exchange rows in the project's own CUDA (`csrc/exchange.cu`).
+"""Buffers through which the GPUs of a host exchange rows in the project's own CUDA (`csrc/exchange/exchange.cu`).
 
     exchange = ops.Exchange(mesh, "data")                                     # ExchangeError: XLA's collectives it is
     (rows,) = ops.all_gather((x,), "data", peers=exchange.peers)              # in a function under jax.shard_map

@@ -9,7 +9,7 @@ from .grouping import CallNode
 
 __all__ = ["MAX_LANES", "CallPlace", "places", "waits_of"]
 
-MAX_LANES = 4  # lanes: `kLanes` of csrc/sequence.h
+MAX_LANES = 4  # lanes: `kLanes` of csrc/fusion/sequence.h
 
 
 @dataclasses.dataclass(frozen=True)

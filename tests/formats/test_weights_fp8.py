@@ -29,7 +29,7 @@ def bf16(bits: int) -> float:
 
 
 def as_the_kernel(tile: np.ndarray, scale: int) -> np.ndarray:
-    """`decode_codes` of csrc/dense_fp8_weights.cuh, thread by thread: [64, 128] of a packed tile."""
+    """`decode_codes` of csrc/dense/fp8_weights.cuh, thread by thread: [64, 128] of a packed tile."""
     words = tile.view("<u4").reshape(4, 128, 2, 2)
     factor = bf16(scale + 120 << 7)
     out = np.full((64, 128), np.nan)
