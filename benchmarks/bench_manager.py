@@ -20,7 +20,7 @@ from harness import Recorder, cpu_name, parser
 
 from dsv4_jax import CacheLayout, CacheSize, DSV4Config, KVCacheManager
 from dsv4_jax.manager import CachePolicy
-from dsv4_jax.manager.block_pool import BlockPool
+from dsv4_jax.manager.allocator import BlockAllocator
 from dsv4_jax.manager.prefix.hashing import BlockHasher, HashSpec, Namespace
 from dsv4_jax.manager.prefix.node import Node, Tier
 from dsv4_jax.manager.prefix.prefix_tree import PrefixTree
@@ -95,7 +95,7 @@ def matching() -> Results:
     match = tree.match(fresh, PROMPT + 1)
     assert match.hit == 784
     taken: list[list[Node]] = []
-    pool = BlockPool(1000)
+    pool = BlockAllocator(1000)
     calls: dict[str, Callable[[], object]] = {
         "match": lambda: tree.match(list(map(bytes, map(bytearray, fresh))), PROMPT + 1),
         "take": lambda: taken.append(tree.take(match)),

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .config import build_schedule as build_schedule
     from .layout import CacheLayout as CacheLayout
     from .layout import CacheSize as CacheSize
+    from .manager import BlockAllocator as BlockAllocator
     from .manager import CachePolicy as CachePolicy
     from .manager import KVCacheManager as KVCacheManager
     from .ops import Columns as Columns
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from .step import LayerCacheHandle as LayerCacheHandle
     from .tiers.host_cache import HostCache as HostCache
     from .tiers.host_cache import init_host_cache as init_host_cache
+    from .tiers.swap import swap_in as swap_in
+    from .tiers.swap import swap_out as swap_out
     from .tiers.transfers import run_transfers as run_transfers
     from .tiers.transfers import stack_transfers as stack_transfers
 
@@ -56,6 +59,7 @@ _HOME = {
     "CacheLayout": "layout",
     "CacheSize": "layout",
     "build_schema": "schema",
+    "BlockAllocator": "manager",
     "CachePolicy": "manager",
     "KVCacheManager": "manager",
     "Columns": "ops",
@@ -74,19 +78,18 @@ _HOME = {
     "stack_plans": "sharding",
     "HostCache": "tiers.host_cache",
     "init_host_cache": "tiers.host_cache",
+    "swap_in": "tiers.swap",
+    "swap_out": "tiers.swap",
     "run_transfers": "tiers.transfers",
     "stack_transfers": "tiers.transfers",
 }
 _FORMER = {  # names that were here, for one release: where they are now
-    "BlockAllocator": "manager.block_pool.BlockPool",
     "StateSwapPlan": "plan.StateSwapPlan",
     "SwapPlan": "plan.SwapPlan",
     "plan_state_swap": "tiers.swap_plan.plan_state_swap",
     "plan_swap": "tiers.swap_plan.plan_swap",
     "restore": "tiers.swap.restore",
     "snapshot": "tiers.swap.snapshot",
-    "swap_in": "tiers.swap.swap_in",
-    "swap_out": "tiers.swap.swap_out",
 }
 _SUBMODULES = ("errors", "manager", "model", "ops", "pools", "records", "stores", "testing", "tiers")
 

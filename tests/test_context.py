@@ -28,7 +28,7 @@ from dsv4_jax import (
 from dsv4_jax.errors import LayoutError, OutOfBlocksError
 from dsv4_jax.formats import kv_format
 from dsv4_jax.manager import CachePolicy, HostSize
-from dsv4_jax.manager.block_pool import BlockPool
+from dsv4_jax.manager.allocator import BlockAllocator
 from dsv4_jax.ops.append import WindowView
 from dsv4_jax.ops.attend import attend
 from dsv4_jax.ops.attend_parts import attend_parts
@@ -357,7 +357,7 @@ def test_outputs_of_any_number_of_ranks_are_within_a_millionth() -> None:
 
 
 def test_units_of_ranks() -> None:
-    pool = BlockPool(6, ranks=2)
+    pool = BlockAllocator(6, ranks=2)
     assert pool.acquire_at([1, 2, 3, 5]) == [2, 1, 4, 6] and pool.free_on == [2, 0]
     with pytest.raises(OutOfBlocksError, match=r"device \(rank 1\)"):
         pool.acquire_at([2, 1])

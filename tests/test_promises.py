@@ -17,7 +17,7 @@ from dsv4_jax import CacheLayout, CacheSize, DSV4Config, KVCacheManager, init_ca
 from dsv4_jax.cli import _COMMANDS, _arguments
 from dsv4_jax.errors import LayoutError, PlanError, PoolError
 from dsv4_jax.manager import StepShape
-from dsv4_jax.manager.block_pool import BlockPool
+from dsv4_jax.manager.allocator import BlockAllocator
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -126,7 +126,7 @@ def test_counts_of_a_pinned_shape(count) -> None:
 
 @pytest.mark.parametrize("ids", [5, None, np.array(1), 1.5], ids=repr)
 def test_what_is_released_are_ids(ids) -> None:
-    pool = BlockPool(3)
+    pool = BlockAllocator(3)
     pool.acquire(2)
     with pytest.raises(PoolError, match="not a list of ids"):
         pool.release(ids)

@@ -12,6 +12,7 @@ import pytest
 
 import dsv4_jax
 from dsv4_jax import errors, manager, ops, stores, tiers
+from dsv4_jax.manager.prefix.eviction_policies import LRU
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
@@ -167,4 +168,8 @@ def test_former_names_answer_for_one_release() -> None:
         assert old not in room.__all__
         with pytest.warns(DeprecationWarning, match=rf"{old} is \S*{new} now"):
             assert getattr(room, old).__name__ == new
-    assert len(taken) > 40
+    assert len(taken) >= 40
+    with pytest.warns(DeprecationWarning, match="eviction"):
+        policy = manager.CachePolicy(order=LRU)
+    with pytest.warns(DeprecationWarning, match="eviction"):
+        assert policy.order is policy.eviction is LRU

@@ -1,4 +1,4 @@
-"""exchange in the project's own CUDA (`csrc/exchange/exchange.cu`): one launch on each GPU; they write to one another."""
+"""exchange in the project's own CUDA (`csrc/exchange/exchange.cu`): one launch a GPU; they write to one another."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import warnings
 from typing import Any
 
 from ..events import BlockEvent, EventBatch, EventLog, coalesce
+from .allocator import BlockAllocator
 from .handoff import Handoff
 from .manager import KVCacheManager
 from .metrics import ManagerStats, prometheus_text
@@ -22,6 +23,7 @@ from .tiered_cache import HostSize
 
 __all__ = [
     "Arrival",
+    "BlockAllocator",
     "BlockEvent",
     "BlockHasher",
     "CachePolicy",
@@ -52,8 +54,7 @@ __all__ = [
 ]
 
 _FORMER = {  # names that were here, for one release: where they are now
-    "BlockAllocator": "block_pool.BlockPool",
-    "BlockPool": "block_pool.BlockPool",
+    "BlockPool": "allocator.BlockAllocator",
     "RemoteRead": "remote_tier.RemoteRead",
     "RequestRef": "request.RequestRef",
     "TransferStage": "transfers.TransferStage",

@@ -6,7 +6,7 @@ import collections
 
 from ..errors import IntegrityError
 from ..layout import CacheLayout, CacheSize
-from .block_pool import BlockPool
+from .allocator import BlockAllocator
 from .prefix.node import S, T
 from .prefix.prefix_tree import PrefixTree
 from .request import Request, RequestState
@@ -101,7 +101,7 @@ def _check_request(layout: CacheLayout, book: RequestBook, tree: PrefixTree, slo
         parent = node
 
 
-def _partition(what: str, pool: BlockPool, held: list[int]) -> None:
+def _partition(what: str, pool: BlockAllocator, held: list[int]) -> None:
     held = [unit for unit in held if unit]
     if len(set(held)) != len(held):
         raise IntegrityError(f"two holders of one {what}: {sorted(held)}")

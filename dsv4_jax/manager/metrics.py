@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from ..errors import IntegrityError, PlanError
-from .block_pool import BlockPool
+from .allocator import BlockAllocator
 from .prefix.eviction import TreeCounters
 from .prefix.node import TIERS, Tier
 from .prefix.prefix_tree import PrefixTree
@@ -96,7 +96,7 @@ class ManagerStats(NamedTuple):
     cache: CacheStats
 
 
-def pool_use(pool: BlockPool, *, private: int, cached: int, evictable: int, unit_bytes: int = 0) -> PoolUse:
+def pool_use(pool: BlockAllocator, *, private: int, cached: int, evictable: int, unit_bytes: int = 0) -> PoolUse:
     """The numbers of one pool. Raises `IntegrityError` unless they account for every unit."""
     use = PoolUse(pool.num_total, pool.num_free, private, cached, evictable, unit_bytes)
     if use.free + private + cached != use.total or min(use) < 0 or evictable > cached:
@@ -106,8 +106,8 @@ def pool_use(pool: BlockPool, *, private: int, cached: int, evictable: int, unit
 
 def collect_stats(
     tree: PrefixTree,
-    device: BlockPool,
-    host: BlockPool | None = None,
+    device: BlockAllocator,
+    host: BlockAllocator | None = None,
     *,
     private: int,
     private_host: int = 0,

@@ -173,7 +173,7 @@ class HostWatermark:
         return max(math.ceil(self.high * total) - free, 0) if free < self.low * total else 0
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, init=False)
 class CachePolicy:
     """All choices of one cache: what is kept, where, and what leaves first.
 
@@ -188,21 +188,38 @@ class CachePolicy:
         ConfigError: one of them is something else.
     """
 
-    write: WritePolicy = dataclasses.field(default_factory=WritePolicy.write_back)
-    snapshots: SnapshotPlacement = dataclasses.field(default_factory=SnapshotPlacement)
-    eviction: EvictionPolicy = WORTH
-    watermark: HostWatermark = dataclasses.field(default_factory=HostWatermark)
+    write: WritePolicy
+    snapshots: SnapshotPlacement
+    eviction: EvictionPolicy
+    watermark: HostWatermark
 
-    def __post_init__(self) -> None:
-        kinds = {
-            "write": WritePolicy,
-            "snapshots": SnapshotPlacement,
-            "eviction": EvictionPolicy,
-            "watermark": HostWatermark,
-        }
-        for name, kind in kinds.items():
-            if not isinstance(part := getattr(self, name), kind):
+    def __init__(
+        self,
+        write: WritePolicy | None = None,
+        snapshots: SnapshotPlacement | None = None,
+        eviction: EvictionPolicy = WORTH,
+        watermark: HostWatermark | None = None,
+        *,
+        order: EvictionPolicy | None = None,  # the former name of `eviction`, for one release
+    ):
+        if order is not None:
+            warnings.warn("CachePolicy(order=) is CachePolicy(eviction=) now", DeprecationWarning, stacklevel=2)
+            eviction = order
+        for name, part, kind in (
+            ("write", WritePolicy.write_back() if write is None else write, WritePolicy),
+            ("snapshots", SnapshotPlacement() if snapshots is None else snapshots, SnapshotPlacement),
+            ("eviction", eviction, EvictionPolicy),
+            ("watermark", HostWatermark() if watermark is None else watermark, HostWatermark),
+        ):
+            if not isinstance(part, kind):
                 raise ConfigError(f"cache policy: {name}", f"must be of type {kind.__name__}, got {shown(part)}")
+            object.__setattr__(self, name, part)
+
+    @property
+    def order(self) -> EvictionPolicy:
+        """The former name of `eviction`, for one release."""
+        warnings.warn("CachePolicy.order is CachePolicy.eviction now", DeprecationWarning, stacklevel=2)
+        return self.eviction
 
     def warn_if_vain(self, size: CacheSize, before: CacheSize | None = None) -> None:
         """Warns with `PerformanceWarning` if a cache of this size keeps next to no states: prompts find little in it.

@@ -20,7 +20,7 @@ from ..errors import NoFreeSlotError, OutOfBlocksError
 from ..events import EventLog
 from ..layout import CacheLayout, CacheSize
 from ..records import state_pages
-from .block_pool import BlockPool
+from .allocator import BlockAllocator
 from .pending import PendingCopies
 from .policies import CachePolicy
 from .prefix.eviction import Freed
@@ -82,10 +82,10 @@ class TieredCache:
         self.policy = policy
         self.caching = policy is not None
         self.ranks = size.pool_ranks
-        self.blocks = BlockPool(size.total_blocks, ranks=self.ranks)
-        self.slots = BlockPool(size.num_slots + size.num_snapshots, pool="slot")
+        self.blocks = BlockAllocator(size.total_blocks, ranks=self.ranks)
+        self.slots = BlockAllocator(size.num_slots + size.num_snapshots, pool="slot")
         pages = host.num_pages * self.ranks if host is not None else 0
-        self.pages = BlockPool(pages, pool="host", ranks=self.ranks)
+        self.pages = BlockAllocator(pages, pool="host", ranks=self.ranks)
         self.snapshot_pages = state_pages(layout, 0)
         self.transfers = TransferQueue()
         self.copies = PendingCopies()

@@ -13,7 +13,7 @@ from dsv4_jax import CacheLayout, CachePolicy, CacheSize, DSV4Config, KVCacheMan
 from dsv4_jax.checks import check_integer
 from dsv4_jax.errors import CacheError, PlanError, PoolError, RequestError
 from dsv4_jax.manager import EventLog, MediaItem, Namespace, StorageTier
-from dsv4_jax.manager.block_pool import BlockPool
+from dsv4_jax.manager.allocator import BlockAllocator
 
 from .prefix.test_hashing_keys import BAD_TOKENS, Evil, kind
 
@@ -112,7 +112,7 @@ def test_counts_of_public_calls(manager: KVCacheManager, count) -> None:
         lambda: manager.schedule(count),
         lambda: manager.schedule(4, max_sequences=count),
         lambda: manager.schedule(4, max_chunk=count),
-        lambda: BlockPool(count),
+        lambda: BlockAllocator(count),
         lambda: EventLog(count),
         lambda: EventLog().since(count),
     ]
@@ -122,7 +122,7 @@ def test_counts_of_public_calls(manager: KVCacheManager, count) -> None:
 
 @pytest.mark.parametrize("block", [c for c in BAD_COUNTS if c != -1 or isinstance(c, list)], ids=kind)
 def test_released_ids(block) -> None:
-    pool = BlockPool(4)
+    pool = BlockAllocator(4)
     pool.acquire(2)
     with pytest.raises(PoolError, match=r"not an integer|out of range"):
         pool.release([2, block])
@@ -131,7 +131,7 @@ def test_released_ids(block) -> None:
 
 def test_a_pool_of_more_ids_than_int32_has() -> None:
     with pytest.raises(PlanError, match="device pool must be an integer from 0 to 2147483647"):
-        BlockPool(2**31)
+        BlockAllocator(2**31)
 
 
 @pytest.mark.parametrize("tokens", BAD_TOKENS.values(), ids=BAD_TOKENS)

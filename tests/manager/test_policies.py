@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dsv4_jax import CacheLayout, CacheSize, DSV4Config, KVCacheManager
 from dsv4_jax.errors import ConfigError, IntegrityError, PerformanceWarning, PlanError
-from dsv4_jax.manager.block_pool import BlockPool
+from dsv4_jax.manager.allocator import BlockAllocator
 from dsv4_jax.manager.metrics import collect_stats, pool_use, prometheus_text
 from dsv4_jax.manager.policies import (
     EVICTION_POLICIES,
@@ -282,8 +282,8 @@ def test_the_default_policy_is_complete() -> None:
     assert dataclasses.replace(policy, write=WritePolicy.write_through()).write.backup_after == 0
 
 
-def cache_with_traffic() -> tuple[PrefixTree, BlockPool, BlockPool]:
-    tree, device, host = PrefixTree(4), BlockPool(10), BlockPool(4, "host")
+def cache_with_traffic() -> tuple[PrefixTree, BlockAllocator, BlockAllocator]:
+    tree, device, host = PrefixTree(4), BlockAllocator(10), BlockAllocator(4, "host")
     nodes = publish_path(tree, "a", 4, device.acquire(4))
     tree.snapshots.attach(nodes[2], Tier.DEVICE, 1)
     tree.release(nodes)
@@ -312,8 +312,8 @@ def test_stats_account_for_every_unit() -> None:
     with pytest.raises(IntegrityError, match="does not add up"):
         collect_stats(tree, device, host, private=2)
     with pytest.raises(IntegrityError, match="does not add up"):
-        pool_use(BlockPool(3), private=0, cached=0, evictable=1)
-    assert collect_stats(PrefixTree(), BlockPool(3), private=0).hit_rate() == 0.0
+        pool_use(BlockAllocator(3), private=0, cached=0, evictable=1)
+    assert collect_stats(PrefixTree(), BlockAllocator(3), private=0).hit_rate() == 0.0
 
 
 def test_prometheus_text() -> None:

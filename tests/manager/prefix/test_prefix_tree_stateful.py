@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from dsv4_jax.errors import CacheError, IntegrityError, OutOfBlocksError
 from dsv4_jax.events import EventLog
-from dsv4_jax.manager.block_pool import BlockPool
+from dsv4_jax.manager.allocator import BlockAllocator
 from dsv4_jax.manager.prefix.eviction import Freed
 from dsv4_jax.manager.prefix.eviction_policies import EVICTION_POLICIES
 from dsv4_jax.manager.prefix.node import Node, Tier
@@ -105,7 +105,11 @@ class TreeMachine(RuleBasedStateMachine):
             backup_after=threshold,
             events=self.log,
         )
-        self.device, self.host, self.slots = BlockPool(14), BlockPool(8, "host"), BlockPool(3, "snapshot")
+        self.device, self.host, self.slots = (
+            BlockAllocator(14),
+            BlockAllocator(8, "host"),
+            BlockAllocator(3, "snapshot"),
+        )
         self.records: dict[Path, Record] = {}
         self.users: list[User] = []
         self.old: list[Node] = []

@@ -17,13 +17,13 @@ from dsv4_jax.errors import (
     PlanError,
     PoolError,
 )
-from dsv4_jax.manager.block_pool import BlockPool, BlockRef
+from dsv4_jax.manager.allocator import BlockAllocator, BlockRef
 
 from ..effort import lines_run
 
 
 def test_hands_out_the_lowest_ids_and_never_the_null_one() -> None:
-    pool = BlockPool(6)
+    pool = BlockAllocator(6)
     assert pool.acquire(4) == [1, 2, 3, 4]
     pool.release([3, 1])
     assert (pool.num_free, pool.num_total) == (4, 6)
@@ -35,7 +35,7 @@ def test_hands_out_the_lowest_ids_and_never_the_null_one() -> None:
 
 
 def test_acquire_is_all_or_nothing() -> None:
-    pool = BlockPool(5)
+    pool = BlockAllocator(5)
     pool.acquire(2)
     with pytest.raises(
         OutOfBlocksError, match=r"KV cache OOM .*requested 4 blocks, 3 available \(of 5 total\)"
@@ -50,7 +50,7 @@ def test_acquire_is_all_or_nothing() -> None:
 
 @pytest.mark.parametrize("count", [-1, 1.0, "1", None, True, np.float32(1)])
 def test_acquire_refuses(count: object) -> None:
-    pool = BlockPool(5)
+    pool = BlockAllocator(5)
     with pytest.raises(PlanError):
         pool.acquire(count)
     assert pool.num_free == 5
@@ -72,7 +72,7 @@ def test_acquire_refuses(count: object) -> None:
     ],
 )
 def test_release_is_checked_as_a_whole(ids: object, block: object, problem: str) -> None:
-    pool = BlockPool(8)
+    pool = BlockAllocator(8)
     pool.acquire(4)
     with pytest.raises(PoolError, match=rf"cannot release block {re.escape(str(block))}: .*{problem}"):
         pool.release(ids)
@@ -82,7 +82,7 @@ def test_release_is_checked_as_a_whole(ids: object, block: object, problem: str)
 
 
 def test_release_takes_numpy_ids_and_refuses_them_the_second_time() -> None:
-    pool = BlockPool(4)
+    pool = BlockAllocator(4)
     ids = np.asarray(pool.acquire(3), np.int32)
     pool.release(ids[:1])
     pool.release(iter([ids[1], 3]))
@@ -94,8 +94,8 @@ def test_release_takes_numpy_ids_and_refuses_them_the_second_time() -> None:
 
 
 def test_a_million_ids() -> None:
-    assert lines_run(BlockPool, 1_000_000) == lines_run(BlockPool, 10)
-    pool = BlockPool(1_000_000)
+    assert lines_run(BlockAllocator, 1_000_000) == lines_run(BlockAllocator, 10)
+    pool = BlockAllocator(1_000_000)
     ids = pool.acquire(1_000_000)
     pool.release(ids[::2])
     assert pool.acquire(3) == [1, 3, 5]
@@ -103,7 +103,7 @@ def test_a_million_ids() -> None:
 
 
 def test_a_reference_is_stale_once_its_block_was_released() -> None:
-    pool = BlockPool(3)
+    pool = BlockAllocator(3)
     (a,) = pool.acquire(1)
     first = pool.ref(a)
     assert first == BlockRef(1, 1)
@@ -122,7 +122,7 @@ def test_a_reference_is_stale_once_its_block_was_released() -> None:
 
 
 def test_references_made_before_a_reset_stay_stale() -> None:
-    pool = BlockPool(2, "host")
+    pool = BlockAllocator(2, "host")
     refs = [pool.ref(b) for b in pool.acquire(2, "x")]
     pool.reset()
     assert (pool.num_free, pool.num_held, pool.name) == (2, 0, "host")
@@ -133,7 +133,7 @@ def test_references_made_before_a_reset_stay_stale() -> None:
 
 
 def test_metadata_lives_as_long_as_the_block_is_held() -> None:
-    pool = BlockPool(4)
+    pool = BlockAllocator(4)
     pool.acquire(2, metadata="request 7")
     assert [pool.metadata(1), pool.metadata(2)] == ["request 7"] * 2
     pool.set_metadata(2, None)
@@ -149,7 +149,7 @@ def test_metadata_lives_as_long_as_the_block_is_held() -> None:
 
 
 def test_a_refused_acquire_keeps_no_metadata_and_stamps_nothing() -> None:
-    pool = BlockPool(2)
+    pool = BlockAllocator(2)
     with pytest.raises(OutOfBlocksError) as info:
         pool.acquire(3, "x")
     assert (info.value.requested, info.value.available, info.value.total) == (3, 2, 2)
@@ -162,7 +162,7 @@ def test_a_refused_acquire_keeps_no_metadata_and_stamps_nothing() -> None:
 
 
 def test_resize() -> None:
-    pool = BlockPool(4)
+    pool = BlockAllocator(4)
     refs = [pool.ref(b) for b in pool.acquire(4)]
     pool.release([2, 4])
     with pytest.raises(PoolError, match=r"cannot resize the device pool to 2 blocks: 1 held beyond it \(3\)"):
@@ -191,7 +191,7 @@ def test_resize() -> None:
 
 
 def test_integrity_notices() -> None:
-    pool = BlockPool(2)
+    pool = BlockAllocator(2)
     pool.acquire(2)
     pool._metadata[9] = "?"
     with pytest.raises(IntegrityError, match="metadata"):
@@ -207,7 +207,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool, self.total, self.clock = BlockPool(5), 5, 0
+        self.pool, self.total, self.clock = BlockAllocator(5), 5, 0
         self.held: dict[int, tuple[int, object]] = {}
         self.refs: list[BlockRef] = []
 

@@ -16,7 +16,7 @@ import numpy as np
 from ..checks import INT32_MAX, as_int, check_integer, shown
 from ..errors import IntegrityError, OutOfBlocksError, PlanError, PoolError
 
-__all__ = ["BlockPool", "BlockRef", "PoolStats"]
+__all__ = ["BlockAllocator", "BlockRef", "PoolStats"]
 
 
 class BlockRef(NamedTuple):
@@ -32,7 +32,7 @@ class PoolStats(NamedTuple):
     held: int
 
 
-class BlockPool:
+class BlockAllocator:
     """Hands out ids 1..n, always the lowest free one. Id 0 is the null unit and is never handed out.
 
     Units may lie on several ranks (`CacheSize.pool_ranks`), which have a list of free ids each: id g is on rank
