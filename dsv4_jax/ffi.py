@@ -39,7 +39,7 @@ __all__ = [
 
 @functools.cache
 def load_cuda() -> ctypes.CDLL:
-    """The CUDA library.
+    """Opens the CUDA library, once.
 
     Raises:
         ImplementationError: it is not built, does not load, was built from other sources, or the driver is too old for
@@ -50,12 +50,12 @@ def load_cuda() -> ctypes.CDLL:
 
 @functools.cache
 def load_cpu() -> ctypes.CDLL:
-    """The library of CPU twins. Raises as `load_cuda`."""
+    """Opens the library of CPU twins, once. Raises as `load_cuda`."""
     return open_cpu()
 
 
 class _Handler(ctypes.Structure):
-    """`dsv4::Handler` of csrc/common/registry.h."""
+    """Mirrors `dsv4::Handler` of csrc/common/registry.h."""
 
 
 _Handler._fields_ = (
@@ -199,7 +199,7 @@ def cuda_target(op: str, target: str) -> str:
 
 
 def cpu_problem() -> str | None:
-    """Why the CPU twins cannot be used, None if they can."""
+    """Says why the CPU twins cannot be used; None if they can."""
     try:
         load_cpu()
     except ImplementationError as error:

@@ -85,12 +85,12 @@ def file_name(platform: Platform) -> str:
 
 
 def cuda_path() -> pathlib.Path:
-    """Where the CUDA library is, or should be."""
+    """Says where the CUDA library is, or should be."""
     return _path("CUDA")
 
 
 def cpu_path() -> pathlib.Path:
-    """Where the CPU library is, or should be."""
+    """Says where the CPU library is, or should be."""
     return _path("CPU")
 
 
@@ -102,7 +102,7 @@ def _path(platform: Platform) -> pathlib.Path:
 
 
 def open_cuda() -> ctypes.CDLL:
-    """The CUDA kernels.
+    """Opens the library of CUDA kernels.
 
     Raises:
         ImplementationError: they are not built, do not load, were built from other sources, or need a newer driver than
@@ -121,7 +121,7 @@ def open_cuda() -> ctypes.CDLL:
 
 
 def open_cpu() -> ctypes.CDLL:
-    """The CPU twins and the checksum.
+    """Opens the library of CPU twins and of the checksum.
 
     Raises:
         ImplementationError: they are not built, do not load, or were built from other sources.

@@ -29,12 +29,12 @@ def stores(fmt: RowFormat, epilogue: Epilogue | None) -> str | None:
 
 
 def supports(arguments: AppendArguments) -> str | None:
-    """Why the kernel cannot take these arguments, None if it can."""
+    """Says why the kernel cannot take these arguments; None if it can."""
     return stores(arguments.fmt, arguments.epilogue)
 
 
 def call(arguments: AppendArguments) -> Rows:
-    """As `ops.append.reference`. Raises `ImplementationError`: the CUDA library is not there."""
+    """Computes what `ops.append.reference` does. Raises `ImplementationError`: the CUDA library is not there."""
     epilogue, pool, results = arguments.epilogue, arguments.pool, arguments.results
     matrix, start = float_columns(arguments.values)
     operands, aliases = [matrix], {}

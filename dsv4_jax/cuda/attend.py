@@ -94,7 +94,7 @@ def blocks_of_run(tokens: int, heads: int, splits: int, tiles: int) -> int:
 
 
 def supports(arguments: AttendArguments) -> str | None:
-    """Why the kernel cannot take these arguments, None if it can."""
+    """Says why the kernel cannot take these arguments; None if it can."""
     if reason := unsupported_rows(arguments.fmt, KV_ROW, BF16_ROW):
         return reason
     if arguments.inverse_rope is not None and arguments.inverse_rope[1].shape != (WIDTHS.rope_pairs,):
@@ -114,7 +114,9 @@ def decodes_once(arguments: AttendArguments) -> bool:
 
 
 def call(arguments: AttendArguments) -> tuple[jax.Array, jax.Array]:
-    """As `ops.attend.reference`. Queries are rounded to bf16, as are the softmax weights before the second product.
+    """Computes what `ops.attend.reference` does.
+
+    Queries are rounded to bf16, as are the softmax weights before the second product.
 
     Raises:
         ImplementationError: the CUDA library is not there.
@@ -165,7 +167,7 @@ def call(arguments: AttendArguments) -> tuple[jax.Array, jax.Array]:
 
 
 def _decoded(arguments: AttendArguments) -> AttendArguments:
-    """The same over bf16 rows."""
+    """Makes of them the same over bf16 rows."""
     window, entries, shared = arguments.window, arguments.entries, arguments.shared
     every = jnp.arange(window.rows[0].shape[0], dtype=jnp.int32)
     rows = (gather_rows(window.rows, every, fmt=arguments.fmt),)

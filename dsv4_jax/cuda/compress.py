@@ -33,7 +33,7 @@ def _is_kv(inputs: CompressorInputs) -> bool:
 
 
 def supports(arguments: CompressArguments) -> str | None:
-    """Why the kernels cannot take these arguments, None if they can."""
+    """Says why the kernels cannot take these arguments; None if they can."""
     if arguments.kind == "raw":
         return "it has no raw HCA state"
     for inputs in arguments.compressors:
@@ -49,7 +49,7 @@ def supports(arguments: CompressArguments) -> str | None:
 
 
 def call(arguments: CompressArguments) -> list[Compressed]:
-    """As `ops.compress.reference`. Raises `ImplementationError`: the CUDA library is not there."""
+    """Computes what `ops.compress.reference` does. Raises `ImplementationError`: the CUDA library is not there."""
     plan, compressors = arguments.plan, arguments.compressors
     if arguments.kind == "csa":
         target, more, depth = "dsv4_compress_csa", [], 2 * WIDTHS.csa_ratio - 1

@@ -21,7 +21,7 @@ MAX_ROWS, TILE_ROWS, TILE_COLUMNS = 16, 64, 128  # of x; of others' weights
 
 
 def supports(arguments: DenseBf16Arguments) -> str | None:
-    """Why no kernel can take these arguments, None if one can."""
+    """Says why no kernel can take these arguments; None if one can."""
     if _of_few_rows(arguments):
         return None
     (rows, columns), tokens, groups = arguments.weights.shape, arguments.x.shape[0], arguments.groups
@@ -36,7 +36,7 @@ def supports(arguments: DenseBf16Arguments) -> str | None:
 
 
 def call(arguments: DenseBf16Arguments) -> jax.Array:
-    """As `ops.dense_bf16.reference`.
+    """Computes what `ops.dense_bf16.reference` does.
 
     Raises:
         ImplementationError: the CUDA library is not there.

@@ -18,13 +18,13 @@ MAX_ROWS = 1 << 16
 
 
 def supports(arguments: DenseFp8Arguments) -> str | None:
-    """Why the kernel cannot take these arguments, None if it can."""
+    """Says why the kernel cannot take these arguments; None if it can."""
     rows = arguments.x.shape[0]
     return f"it takes up to {MAX_ROWS} rows, not {rows}" if rows > MAX_ROWS else None
 
 
 def call(arguments: DenseFp8Arguments) -> jax.Array:
-    """As `ops.dense_fp8.reference`.
+    """Computes what `ops.dense_fp8.reference` does.
 
     Raises:
         ImplementationError: the CUDA library is not there.

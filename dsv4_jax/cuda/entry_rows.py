@@ -17,13 +17,13 @@ MAX_KEYS = 2**22
 
 
 def supports(arguments: EntryRowsArguments) -> str | None:
-    """Why the kernel cannot take these arguments, None if it can."""
+    """Says why the kernel cannot take these arguments; None if it can."""
     keys = arguments.entries.shape[1]
     return f"it takes up to {MAX_KEYS} entries of a token, not {keys}" if keys > MAX_KEYS else None
 
 
 def call(arguments: EntryRowsArguments) -> jax.Array:
-    """As `ops.entry_rows.reference`.
+    """Computes what `ops.entry_rows.reference` does.
 
     Raises:
         ImplementationError: the CUDA library is not there.

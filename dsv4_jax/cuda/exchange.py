@@ -32,7 +32,7 @@ def _messages(arguments: ExchangeArguments, peers: Peers) -> list[tuple[int, int
 
 
 def supports(arguments: ExchangeArguments) -> str | None:
-    """Why the kernel cannot take these arguments, None if it can."""
+    """Says why the kernel cannot take these arguments; None if it can."""
     if arguments.peers is None:
         return "it needs peers, the mapped buffers of an ops.Exchange"
     if len(arguments.arrays) > MAX_ARRAYS:
@@ -50,7 +50,7 @@ def supports(arguments: ExchangeArguments) -> str | None:
 
 
 def call(arguments: ExchangeArguments) -> tuple[jax.Array, ...]:
-    """As `ops.exchange.reference`.
+    """Computes what `ops.exchange.reference` does.
 
     Raises:
         ImplementationError: the CUDA library is not there.

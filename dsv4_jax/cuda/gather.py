@@ -16,14 +16,17 @@ __all__ = ["IMPLEMENTATION", "call", "supports"]
 
 
 def supports(arguments: GatherArguments) -> str | None:
-    """Why the kernel cannot take these arguments, None if it can."""
+    """Says why the kernel cannot take these arguments; None if it can."""
     if jnp.dtype(arguments.dtype) not in (jnp.bfloat16, jnp.float32):
         return f"it makes bfloat16 or float32, not {jnp.dtype(arguments.dtype)}"
     return unsupported_rows(arguments.fmt, KV_ROW)
 
 
 def call(arguments: GatherArguments) -> jax.Array:
-    """As `ops.gather.reference`, bit for bit. Raises `ImplementationError`: the CUDA library is not there."""
+    """Computes what `ops.gather.reference` does, bit for bit.
+
+    Raises `ImplementationError`: the CUDA library is not there.
+    """
     ids, fmt = arguments.row_ids, arguments.fmt
     result = jax.ShapeDtypeStruct((ids.size, fmt.dim), arguments.dtype)
     return launch("gather", "dsv4_gather", result, ids.reshape(-1), *arguments.pool).reshape(*ids.shape, fmt.dim)

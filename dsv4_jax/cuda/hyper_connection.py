@@ -19,7 +19,7 @@ STREAMS, WIDTHS, MAX_TOKENS = 4, (4096, 7168), 2**17
 
 
 def supports(arguments: HyperConnectionArguments) -> str | None:
-    """Why the kernel cannot take these arguments, None if it can."""
+    """Says why the kernel cannot take these arguments; None if it can."""
     tokens, n, width = arguments.streams.shape
     if n != STREAMS or width not in WIDTHS:
         return f"it takes {STREAMS} streams of {' or '.join(map(str, WIDTHS))} channels, not {n} of {width}"
@@ -27,7 +27,7 @@ def supports(arguments: HyperConnectionArguments) -> str | None:
 
 
 def call(arguments: HyperConnectionArguments):
-    """As `ops.hyper_connection.reference`.
+    """Computes what `ops.hyper_connection.reference` does.
 
     Raises:
         ImplementationError: the CUDA library is not there.

@@ -27,7 +27,7 @@ MAX_TOKENS = 65535  # second grid dimension
 
 
 def supports(arguments: IndexScoresArguments) -> str | None:
-    """Why the kernel cannot take these arguments, None if it can."""
+    """Says why the kernel cannot take these arguments; None if it can."""
     tokens, heads, _ = arguments.queries.shape
     if reason := unsupported_rows(arguments.fmt, *INDEX_ROWS):
         return reason
@@ -41,7 +41,7 @@ def supports(arguments: IndexScoresArguments) -> str | None:
 
 
 def call(arguments: IndexScoresArguments) -> jax.Array:
-    """As `ops.index_scores.reference`, with the queries rounded to bf16.
+    """Computes what `ops.index_scores.reference` does, with the queries rounded to bf16.
 
     Raises:
         ImplementationError: the CUDA library is not there.

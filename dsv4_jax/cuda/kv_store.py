@@ -18,7 +18,7 @@ MAX_WIDTH = 2048
 
 
 def supports(arguments: KVStoreArguments) -> str | None:
-    """Why the kernel cannot take these arguments, None if it can."""
+    """Says why the kernel cannot take these arguments; None if it can."""
     if arguments.storage != "fp8":
         return f"it stores fp8, not {arguments.storage}"
     for name, x in (("k", arguments.k), ("v", arguments.v)):
@@ -30,7 +30,10 @@ def supports(arguments: KVStoreArguments) -> str | None:
 
 
 def call(arguments: KVStoreArguments) -> tuple[Parts, Parts]:
-    """As `pools.kv_pool.reference`, bit for bit. Raises `ImplementationError`: the CUDA library is not there."""
+    """Computes what `pools.kv_pool.reference` does, bit for bit.
+
+    Raises `ImplementationError`: the CUDA library is not there.
+    """
     pool = (*arguments.k_pool, *arguments.v_pool)
     results = tuple(jax.ShapeDtypeStruct(part.shape, part.dtype) for part in pool)
     operands = arguments.k, arguments.v, arguments.rows

@@ -20,7 +20,7 @@ MAX_EXPERTS, MAX_TOP, MAX_PAIRS = 512, 16, 98_304
 
 
 def supports(arguments: MoeArguments) -> str | None:
-    """Why the kernel cannot take these arguments, None if it can."""
+    """Says why the kernel cannot take these arguments; None if it can."""
     (tokens, hidden), top = arguments.x.shape, arguments.chosen.shape[1]
     here, inter = arguments.down.shape[0], arguments.inter
     if hidden % 256 or inter % 256 or here > MAX_EXPERTS or top > MAX_TOP or tokens * top > MAX_PAIRS:
@@ -32,7 +32,7 @@ def supports(arguments: MoeArguments) -> str | None:
 
 
 def call(arguments: MoeArguments) -> jax.Array:
-    """As `ops.moe.reference`.
+    """Computes what `ops.moe.reference` does.
 
     Raises:
         ImplementationError: the CUDA library is not there.
@@ -53,7 +53,7 @@ IMPLEMENTATION = declare("moe", call, supports, "dsv4_moe")
 
 
 def workspace_bytes(tokens: int, top: int, hidden: int, inter: int, here: int) -> int:
-    """Scratch memory of a call; `moe_work` of csrc/moe/lists.cuh."""
+    """Counts the scratch memory of a call, as `moe_work` of csrc/moe/lists.cuh does."""
     pairs = tokens * top
     # Experts with a group of 8 rows that is not full; each pair of a single token has a group of its own.
     partly = pairs if tokens == 1 else min(pairs, here)

@@ -14,7 +14,7 @@ MAX_COLUMNS, STEP = 8192, 4
 
 
 def supports(arguments: NormaliseArguments) -> str | None:
-    """Why the kernel cannot take these arguments, None if it can."""
+    """Says why the kernel cannot take these arguments; None if it can."""
     width = arguments.weight.shape[0]
     if arguments.dtype != jnp.bfloat16:
         return f"it rounds to bfloat16, not to {arguments.dtype.name}"
@@ -24,7 +24,7 @@ def supports(arguments: NormaliseArguments) -> str | None:
 
 
 def call(arguments: NormaliseArguments) -> jax.Array:
-    """As `ops.normalise.reference`.
+    """Computes what `ops.normalise.reference` does.
 
     Raises:
         ImplementationError: the CUDA library is not there.

@@ -24,7 +24,7 @@ COLUMNS, STEP = 512, 64  # at least, of a product, and in these steps
 
 
 def supports(arguments: QueriesArguments) -> str | None:
-    """Why the kernel cannot take these arguments, None if it can."""
+    """Says why the kernel cannot take these arguments; None if it can."""
     dim, pairs = arguments.queries.shape[-1], arguments.inv_freq.shape[0]
     if pairs != WIDTHS.rope_pairs or dim not in (WIDTHS.index_dim, WIDTHS.dim):
         return (
@@ -37,7 +37,7 @@ def supports(arguments: QueriesArguments) -> str | None:
 
 
 def call(arguments: QueriesArguments) -> jax.Array:
-    """As `ops.queries.reference`, rounded to bf16.
+    """Computes what `ops.queries.reference` does, rounded to bf16.
 
     Raises:
         ImplementationError: the CUDA library is not there.

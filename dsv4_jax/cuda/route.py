@@ -14,7 +14,7 @@ MAX_EXPERTS, MAX_TOP = 512, 8
 
 
 def supports(arguments: RouteArguments) -> str | None:
-    """Why the kernel cannot take these arguments, None if it can."""
+    """Says why the kernel cannot take these arguments; None if it can."""
     experts, top = arguments.logits.shape[1], arguments.top
     if experts > MAX_EXPERTS or top > MAX_TOP:
         return f"it takes up to {MAX_EXPERTS} experts and {MAX_TOP} of them a token, not {experts} and {top}"
@@ -22,7 +22,7 @@ def supports(arguments: RouteArguments) -> str | None:
 
 
 def call(arguments: RouteArguments) -> tuple[jax.Array, jax.Array]:
-    """As `ops.route.reference`.
+    """Computes what `ops.route.reference` does.
 
     Raises:
         ImplementationError: the CUDA library is not there.

@@ -17,7 +17,7 @@ MAX_COLUMNS, STEP = 2**24, 4
 
 
 def supports(arguments: SwigluArguments) -> str | None:
-    """Why the kernel cannot take these arguments, None if it can."""
+    """Says why the kernel cannot take these arguments; None if it can."""
     width = arguments.gate.shape[1]
     if arguments.dtype != jnp.bfloat16:
         return f"it rounds to bfloat16, not to {arguments.dtype.name}"
@@ -27,7 +27,7 @@ def supports(arguments: SwigluArguments) -> str | None:
 
 
 def call(arguments: SwigluArguments) -> jax.Array:
-    """As `ops.swiglu.reference`.
+    """Computes what `ops.swiglu.reference` does.
 
     Raises:
         ImplementationError: the CUDA library is not there.

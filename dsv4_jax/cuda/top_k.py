@@ -20,7 +20,7 @@ MAX_SCORES = 262_144
 
 
 def supports(arguments: TopKArguments) -> str | None:
-    """Why the kernel cannot take these arguments, None if it can."""
+    """Says why the kernel cannot take these arguments; None if it can."""
     if arguments.k > MAX_K:
         return f"it keeps at most {MAX_K} entries, not {arguments.k}"
     width = arguments.scores.shape[1]
@@ -28,7 +28,7 @@ def supports(arguments: TopKArguments) -> str | None:
 
 
 def call(arguments: TopKArguments) -> tuple[jax.Array, jax.Array]:
-    """As `ops.top_k.reference`.
+    """Computes what `ops.top_k.reference` does.
 
     Raises:
         ImplementationError: the CUDA library is not there.

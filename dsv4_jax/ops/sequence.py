@@ -45,7 +45,7 @@ def in_sequence(
     *,
     early: Iterable[str] | None = None,
 ) -> Callable[..., T]:
-    """`function`, whose kernels are a few calls.
+    """Returns `function` with its kernels joined to a few calls.
 
     Kernels are one call unless an operation of XLA's stands between: one that some of them wait for and others do not,
     or that waits for some and not for others. What a call overwrites nobody reads later. All results of a call are

@@ -21,12 +21,12 @@ WARPS = 4
 
 
 def supports(arguments: AppendArguments) -> str | None:
-    """Why the kernel cannot take these arguments, None if it can."""
+    """Says why the kernel cannot take these arguments; None if it can."""
     return unsupported_rows(arguments.fmt) or too_large(*arguments.results)
 
 
 def call(arguments: AppendArguments, interpret: bool | None = None) -> Rows:
-    """As `ops.append.reference`. `interpret` defaults to whether the default backend is the CPU."""
+    """Computes what `ops.append.reference` does. `interpret` defaults to whether the default backend is the CPU."""
     values, epilogue, pool, results = arguments.values, arguments.epilogue, arguments.pool, arguments.results
     interpret = interpreted(interpret)
     operands: list[Any] = [dense(values)]

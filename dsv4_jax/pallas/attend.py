@@ -55,12 +55,14 @@ def unsupported_rows(fmt: RowFormat) -> str | None:
 
 
 def supports(arguments: AttendArguments) -> str | None:
-    """Why the kernel cannot take these arguments, None if it can."""
+    """Says why the kernel cannot take these arguments; None if it can."""
     return unsupported_rows(arguments.fmt) or too_large(*arguments.window.rows, *(arguments.entries or ()))
 
 
 def call(arguments: AttendArguments, interpret: bool | None = None) -> tuple[jax.Array, jax.Array]:
-    """As `ops.attend.reference`. Queries are rounded to bf16, as are the softmax weights before the second product.
+    """Computes what `ops.attend.reference` does.
+
+    Queries are rounded to bf16, as are the softmax weights before the second product.
 
     `interpret` defaults to whether the default backend is the CPU. `key_split` changes nothing: there is one split.
     """

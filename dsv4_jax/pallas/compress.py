@@ -74,7 +74,7 @@ class _Refs(NamedTuple):
 
 
 def supports(arguments: CompressArguments) -> str | None:
-    """Why the kernel cannot take these arguments, None if it can."""
+    """Says why the kernel cannot take these arguments; None if it can."""
     if arguments.kind != "online":
         ratio = arguments.compressors[0].geometry.ratio
         depth = 2 * ratio if arguments.kind == "csa" else ratio
@@ -87,7 +87,7 @@ def supports(arguments: CompressArguments) -> str | None:
 
 
 def call(arguments: CompressArguments, interpret: bool | None = None) -> list[Compressed]:
-    """As `ops.compress.reference`. `interpret` defaults to whether the default backend is the CPU."""
+    """Computes what `ops.compress.reference` does. `interpret` defaults to whether the default backend is the CPU."""
     plan, interpret = arguments.plan, interpreted(interpret)
     if arguments.kind == "csa":
         return _pool_rows(arguments, plan.flush_tokens, overlap=True, interpret=interpret)
@@ -353,7 +353,7 @@ def _carried(inputs: _Refs, tile: RowTile, fresh, row, bank) -> Triple:
 
 
 def _online_update(triple: Triple, kv: jax.Array, score: jax.Array, math: Arithmetic) -> Triple:
-    """As `ops.compress.online_update`: of its two exponentials one is always exp(0) = 1."""
+    """Computes what `ops.compress.online_update` does: of its two exponentials one is always exp(0) = 1."""
     peak, total, acc = triple
     smaller = math.exp(-jnp.abs(peak - score))
     rises = score > peak

@@ -24,12 +24,15 @@ ROWS = 4  # rows of one program; one warp reads them, which on an H200 beats mor
 
 
 def supports(arguments: GatherArguments) -> str | None:
-    """Why the kernel cannot take these arguments, None if it can."""
+    """Says why the kernel cannot take these arguments; None if it can."""
     return unsupported_rows(arguments.fmt) or too_large(*arguments.pool)
 
 
 def call(arguments: GatherArguments, interpret: bool | None = None) -> jax.Array:
-    """As `ops.gather.reference`, bit for bit. `interpret` defaults to whether the default backend is the CPU."""
+    """Computes what `ops.gather.reference` does, bit for bit.
+
+    `interpret` defaults to whether the default backend is the CPU.
+    """
     pool, row_ids, fmt = arguments.pool, arguments.row_ids, arguments.fmt
     ids = row_ids.reshape(-1)
     out_shape = jax.ShapeDtypeStruct((ids.size, fmt.dim), arguments.dtype)

@@ -35,12 +35,15 @@ SMALLEST_DOT = 16  # least extent of a product in Triton
 
 
 def supports(arguments: IndexScoresArguments) -> str | None:
-    """Why the kernel cannot take these arguments, None if it can."""
+    """Says why the kernel cannot take these arguments; None if it can."""
     return unsupported_rows(arguments.fmt) or too_large(*arguments.pool)
 
 
 def call(arguments: IndexScoresArguments, interpret: bool | None = None) -> jax.Array:
-    """As `ops.index_scores.reference`. `interpret` defaults to whether the default backend is the CPU."""
+    """Computes what `ops.index_scores.reference` does.
+
+    `interpret` defaults to whether the default backend is the CPU.
+    """
     queries, table, rows_per_block = arguments.queries, arguments.table, arguments.rows_per_block
     operands = (queries, scaled(arguments.weights, arguments.scale), table, arguments.count, *arguments.pool)
     out_shape = jax.ShapeDtypeStruct((queries.shape[0], table.shape[1] * rows_per_block), jnp.float32)

@@ -40,14 +40,14 @@ PROGRAMS = 512  # at least so many (a few on each SM), or one for every row
 
 
 def supports(arguments: KVStoreArguments) -> str | None:
-    """Why the kernel cannot take these arguments, None if it can."""
+    """Says why the kernel cannot take these arguments; None if it can."""
     return too_large(*arguments.k_pool, *arguments.v_pool, arguments.k, arguments.v)
 
 
 def call(
     arguments: KVStoreArguments, per_program: int | None = None, warps: int = WARPS, interpret: bool | None = None
 ) -> tuple[Parts, Parts]:
-    """As `pools.kv_pool.reference`, bit for bit, for at least one row.
+    """Computes what `pools.kv_pool.reference` does, bit for bit, for at least one row.
 
     Args:
         per_program: rows of a program, a power of two; None chooses by the number and size of the rows.

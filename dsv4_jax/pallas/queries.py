@@ -23,7 +23,10 @@ __all__ = ["IMPLEMENTATION", "call"]
 
 
 def call(arguments: QueriesArguments, interpret: bool | None = None) -> jax.Array:
-    """As `ops.queries.reference`, rounded to bf16. `interpret` defaults to whether the default backend is the CPU."""
+    """Computes what `ops.queries.reference` does, rounded to bf16.
+
+    `interpret` defaults to whether the default backend is the CPU.
+    """
     queries, eps = dense(arguments.queries).astype(jnp.float32), arguments.eps
     tokens, heads, dim = queries.shape
     interpret = interpreted(interpret)

@@ -33,14 +33,17 @@ _NEGATIVE_INFINITY = np.uint32(0x007FFFFF)  # its key
 
 
 def supports(arguments: TopKArguments) -> str | None:
-    """Why the kernel cannot take these arguments, None if it can."""
+    """Says why the kernel cannot take these arguments; None if it can."""
     if arguments.k > LARGEST_K:
         return f"it keeps at most {LARGEST_K} entries, not {arguments.k}"
     return too_large(arguments.scores)
 
 
 def call(arguments: TopKArguments, interpret: bool | None = None) -> tuple[jax.Array, jax.Array]:
-    """As `ops.top_k.reference`, bit for bit. `interpret` defaults to whether the default backend is the CPU."""
+    """Computes what `ops.top_k.reference` does, bit for bit.
+
+    `interpret` defaults to whether the default backend is the CPU.
+    """
     scores, count, k = arguments.scores, arguments.count, arguments.k
     interpret = interpreted(interpret)
     keys, ids = _survivors(_first_kernel, (scores, count), scores.shape[1], CHUNK, k, interpret)
