@@ -201,6 +201,7 @@ def test_a_library_without_the_handler_says_so() -> None:
     call = jax.ffi.ffi_call(ffi.cpu_target("dsv4_sequence"), jax.ShapeDtypeStruct((2,), jnp.float32))
     for attributes, message in (
         (dict(targets="dsv4_none", wiring=np.zeros(2, np.int64), call0={}), "there is no handler of dsv4_none"),
+        (dict(targets="dsv4_sequence", wiring=np.zeros(2, np.int64), call0={}), "no handler of dsv4_sequence"),
         (dict(targets="dsv4_swap_in", wiring=np.array([0, 0, 0]), call0={}), "wiring of dsv4_swap_in are missing"),
         (dict(targets="dsv4_swap_in", wiring=np.array([4, 0, 0, 0, 1, 0]), call0={}), "the lane of dsv4_swap_in"),
         (dict(targets="dsv4_swap_in", wiring=np.array([0, 0, 0, 1, 0, 1, 0]), call0={}), "what it waits for, is none"),
