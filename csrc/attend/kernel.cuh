@@ -10,7 +10,7 @@
 //
 // K and V are the same rows: one tile in shared memory serves both products. The splits are combined in rank order
 // through distributed shared memory, which halves cross (2e-4 of relative error; it moves about 16 bytes a clock), and
-// the sink enters there. benchmarks/RESULTS.md says what bounds it and what was slower.
+// the sink enters there. docs/kernels.md says what bounds it and what was slower.
 #pragma once
 
 #include "attend/block.cuh"

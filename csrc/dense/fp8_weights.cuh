@@ -1,4 +1,4 @@
-// Packed FP8 weights (dsv4_jax/weights/dense_fp8.py makes them): tiles of 64 rows x 128 columns of K, 8,192 bytes of
+// Packed FP8 weights (dsv4_jax/formats/weights/fp8.py makes them): tiles of 64 rows x 128 columns of K, 8,192 bytes of
 // e4m3 codes, the tiles of 64 rows one after the other along K. A scale, ue8m0, counts for 128 rows x 128 columns.
 //
 // A thread of the warpgroup decodes exactly the words that it multiplies (wgmma, A from registers): per 16 columns two

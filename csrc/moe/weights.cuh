@@ -1,4 +1,4 @@
-// Packed FP4 expert weights (dsv4_jax/weights/expert_fp4.py makes them): tiles of 64 rows x 128 columns of K, 4,096
+// Packed FP4 expert weights (dsv4_jax/formats/weights/fp4.py makes them): tiles of 64 rows x 128 columns of K, 4,096
 // bytes of codes and 256 of scales, the tiles of 64 rows one after the other along K.
 //
 // A thread of the warpgroup decodes exactly the words that it multiplies (wgmma, A from registers): per 32 columns two

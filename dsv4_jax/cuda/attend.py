@@ -44,7 +44,7 @@ ROWS_OF_A_TOKEN = 128  # decoded at most: 128 KiB, as its queries and its output
 TILE = 64  # keys of a tile, as in the kernel
 HEADS = 64  # of a block
 MAX_SPLITS = 8  # largest portable cluster
-# Fewer tiles a run help batch 1, more help large batches (benchmarks/RESULTS.md); more than 64 heads are several blocks
+# Fewer tiles a run help batch 1, more help large batches (docs/kernels.md); more than 64 heads are several blocks
 # already. Sixteen clusters of six run at once, of seven or eight fewer.
 TILES_PER_RUN, TILES_PER_RUN_OF_MORE_HEADS, THROUGHPUT_SPLITS = 9, 18, 6
 LATENCY_TILES_PER_RUN, LATENCY_TILES_PER_RUN_OF_MORE_HEADS = 3, 5

@@ -173,6 +173,9 @@ class HostWatermark:
         return max(math.ceil(self.high * total) - free, 0) if free < self.low * total else 0
 
 
+_WRITE_BACK, _SNAPSHOTS, _WATERMARK = WritePolicy.write_back(), SnapshotPlacement(), HostWatermark()
+
+
 @dataclasses.dataclass(frozen=True, slots=True, init=False)
 class CachePolicy:
     """All choices of one cache: what is kept, where, and what leaves first.
@@ -195,10 +198,10 @@ class CachePolicy:
 
     def __init__(
         self,
-        write: WritePolicy | None = None,
-        snapshots: SnapshotPlacement | None = None,
+        write: WritePolicy = _WRITE_BACK,
+        snapshots: SnapshotPlacement = _SNAPSHOTS,
         eviction: EvictionPolicy = WORTH,
-        watermark: HostWatermark | None = None,
+        watermark: HostWatermark = _WATERMARK,
         *,
         order: EvictionPolicy | None = None,  # the former name of `eviction`, for one release
     ):
@@ -206,10 +209,10 @@ class CachePolicy:
             warnings.warn("CachePolicy(order=) is CachePolicy(eviction=) now", DeprecationWarning, stacklevel=2)
             eviction = order
         for name, part, kind in (
-            ("write", WritePolicy.write_back() if write is None else write, WritePolicy),
-            ("snapshots", SnapshotPlacement() if snapshots is None else snapshots, SnapshotPlacement),
+            ("write", write, WritePolicy),
+            ("snapshots", snapshots, SnapshotPlacement),
             ("eviction", eviction, EvictionPolicy),
-            ("watermark", HostWatermark() if watermark is None else watermark, HostWatermark),
+            ("watermark", watermark, HostWatermark),
         ):
             if not isinstance(part, kind):
                 raise ConfigError(f"cache policy: {name}", f"must be of type {kind.__name__}, got {shown(part)}")

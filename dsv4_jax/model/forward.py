@@ -46,7 +46,7 @@ T = TypeVar("T")
 # start before those before them have ended: with more they leave no gap worth closing.
 MAX_JOINED, MAX_EARLY = 256, 16
 # What to give `jax.jit(step, compiler_options=...)` for decode steps on a GPU: kernels that do not wait for each other
-# run side by side, and cuBLAS multiplies. Measured in benchmarks/RESULTS.md; elsewhere they have no effect.
+# run side by side, and cuBLAS multiplies. Measured in docs/kernels.md; elsewhere they have no effect.
 GPU_DECODE_OPTIONS = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT", "xla_gpu_enable_triton_gemm": False}
 
 

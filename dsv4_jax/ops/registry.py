@@ -88,7 +88,7 @@ class Op:
     Attributes:
         name: of its files.
         gpu: what a GPU tries, in this order: fastest first, of those whose results were compared on one
-            (benchmarks/RESULTS.md).
+            (docs/kernels.md).
         elsewhere: what other platforms try.
         by_name: implementations that run only if they are named.
         reference: the module of the reference, if that is not `ops/<op>.py`.
