@@ -348,6 +348,7 @@ def test_outputs_of_any_number_of_ranks_are_within_a_millionth() -> None:
                 columns=20,
                 inverse_rope=None,
                 dtype=jnp.float32,
+                key_split="throughput",
                 **how,
             )[:1]
         return found
