@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dsv4_jax.model.sharded import device_specs
+from dsv4_jax.model.weights.placement import device_specs
 from dsv4_jax.model.split import ALONE
 
 from dsv4_jax.bench import measure, records, timing
