@@ -163,6 +163,7 @@ class TestBuild:
         assert "there is no cmake" in capsys.readouterr().err
 
     @pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake")
+    @pytest.mark.slow
     def test_a_failure_keeps_the_output_and_nothing_else(self, installed, capsys) -> None:
         (installed / "csrc" / "swap" / "checksum.cc").write_text("#error nonsense\n")
         libraries.source_digest.cache_clear()

@@ -49,6 +49,7 @@ def test_three_frameworks_give_the_same_tokens(example: ModuleType, expected, fr
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.slow
 def test_on_a_mesh_with_explicit_axes_too(example: ModuleType, expected, framework: str) -> None:
     """Every device has a prompt; the parameters are on all of them."""
     mesh = example.explicit_mesh()

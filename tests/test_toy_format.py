@@ -176,6 +176,7 @@ def test_formats_of_equal_parts_are_the_same_to_a_kernel(formats: tuple[str, str
                 assert reason is None, "rows of V4 are what all kernels are for"
 
 
+@pytest.mark.slow
 def test_a_kernel_runs_on_a_format_of_another_name() -> None:
     """What Pallas makes of it is what the reference makes of it with the format's codec."""
     driver, given = driver_of(layout_of("others", "fp8_twin", "fp4_twin")), []

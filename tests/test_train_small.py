@@ -57,6 +57,7 @@ def trainer(example: ModuleType):
     return example.Trainer(cfg, example.Recipe(steps=6, batch=2, length=64, fp4=0.4, sparse=0.2))
 
 
+@pytest.mark.slow
 def test_losses_and_gradients_are_those_of_the_uncached_model(example: ModuleType, model: ModuleType, trainer) -> None:
     cfg, tokens = trainer.cfg, jnp.asarray(RNG.integers(0, 258, (1, 66)), jnp.int32)
     params = init_params(cfg, 3, mtp=True)

@@ -69,6 +69,7 @@ def test_floors_of_flash_are_those_counted_by_hand() -> None:
     assert read - batch * vocabulary * 4 + others == model.weight_bytes(cfg)
 
 
+@pytest.mark.slow
 def test_experts_are_those_that_the_step_reads(monkeypatch) -> None:
     cfg = model_config(TINY)
     layout, size, plan = cache_and_plan(cfg, TINY)

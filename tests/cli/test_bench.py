@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dsv4_jax.model.weights.placement import device_specs
 from dsv4_jax.model.split import ALONE
 
 from dsv4_jax.bench import measure, records, timing
@@ -19,6 +18,7 @@ from dsv4_jax.bench.render import pages
 from dsv4_jax.bench.shapes import QUICK
 from dsv4_jax.cli import main
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.model.weights.placement import device_specs
 
 from .test_cli import refused
 

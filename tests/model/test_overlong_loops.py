@@ -144,6 +144,7 @@ def test_a_loop_in_several_calls(params) -> None:
 
 
 @pytest.mark.parametrize("carried", [False, True], ids=["from the first plan", "carried"])
+@pytest.mark.slow
 def test_a_loop_of_ones_own(params, carried) -> None:
     """Traced, and step by step on the host."""
     exact, own, steps = Neighbours(params), Neighbours(params), Neighbours(params)
@@ -196,6 +197,7 @@ def test_what_a_plan_does_once_is_not_lost(params) -> None:
         jax.eval_shape(lambda plan, i: plan.advance(i), pair.plan(), np.int32(0))
 
 
+@pytest.mark.slow
 def test_a_draft_loop_ends_where_no_whole_step_is_left(params) -> None:
     """Each keeps what proves right: how many steps fit is known on the device alone."""
     over, exact = (Neighbours(params, DRAFTING) for _ in range(2))
@@ -231,6 +233,7 @@ def test_what_was_not_drawn_is_not_fed(params) -> None:
         both.manager.plan_tokens(both.plan())
 
 
+@pytest.mark.slow
 def test_a_chunk_is_fed_once(params) -> None:
     """A plan of as many tokens as sequences, all of one of these."""
     exact, over = Neighbours(params), Neighbours(params)
@@ -243,6 +246,7 @@ def test_a_chunk_is_fed_once(params) -> None:
     chex.assert_trees_all_equal(over.cache.arrays, exact.cache.arrays)
 
 
+@pytest.mark.slow
 def test_beside_drafts_a_loop_stores_what_it_does_alone(params) -> None:
     """Its entries, too: in the plan's first step it completes none."""
     alone, beside = Neighbours(params, DRAFTING), Neighbours(params, DRAFTING)
@@ -256,6 +260,7 @@ def test_beside_drafts_a_loop_stores_what_it_does_alone(params) -> None:
     chex.assert_trees_all_equal(*(live_bytes(pair.cache, Held.of(pair.short)) for pair in (alone, beside)))
 
 
+@pytest.mark.slow
 def test_each_data_shard_ends_where_its_own_plan_does(params) -> None:
     mesh, reserved = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]), (2, 3)
     exact, shards = ([Neighbours(params) for _ in reserved] for _ in range(2))

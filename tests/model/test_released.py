@@ -107,6 +107,7 @@ def test_packed_as_it_is_loaded(checkpoint, params, plain) -> None:
     assert_same(load()[1], model.pack_layers(model.stack_projections(plain)))
 
 
+@pytest.mark.slow
 def test_computes_as_plain_weights_of_bfloat16(checkpoint, params) -> None:
     """The weights are exact in bfloat16 and rows are rounded to it in both; what is left is the order of sums."""
     tokens, (_, narrow) = text_tokens(60), model.load_hf(checkpoint, weights=jnp.bfloat16)

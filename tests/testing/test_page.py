@@ -9,6 +9,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from dsv4_jax import AttentionType, CacheLayout, CacheSize, DSV4Config, KVCacheManager, init_cache, testing
 
@@ -59,6 +60,7 @@ def test_the_pages_loop_is_its_steps_as_far_as_they_are_reserved() -> None:
         assert tokens.tolist() == drawn.tolist()
 
 
+@pytest.mark.slow
 def test_the_pages_equalities_hold() -> None:
     names: dict = {}
     exec(BLOCKS[0] + BLOCKS[2].replace("mixes=20", "mixes=1"), names)
