@@ -12,28 +12,33 @@ more is begun. With `--brief` the steps' times alone are taken: no floors, no ke
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 import traceback
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from harness import Recorder, jax_device, parser
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from targets import judged
 
-from dsv4_jax.bench.mesh import exchanges, jitted_over, mesh_of, spread_cache
-from dsv4_jax.bench.model import measure_model, model_config
+from dsv4_jax.bench.model import exchanges, jitted_over, measure_model, mesh_of, model_config, spread_cache
 from dsv4_jax.bench.step import StepOptions, cache_shape, random_cache
-from dsv4_jax.bench.targets import judged_model
 from dsv4_jax.bench.timing import measure_ceilings
 from dsv4_jax.manager import StepSequence, build_plan, shape_for
 from dsv4_jax.model import forward, init_params
 from dsv4_jax.model.forward import GPU_DECODE_OPTIONS
 from dsv4_jax.model.weights.placement import device_bytes
+from dsv4_jax.model.weights.split import DATA, TENSOR
+from dsv4_jax.ops.exchange import Peers, using
 from dsv4_jax.sharding import stack_plans
 
 EQUAL_LAYERS = 4  # of Flash: window, window, CSA, HCA; by table, the last by score
 ROUND = 128 * 1024
+IN_A_ROW = 40  # exchanges of an executable, each of what the one before gave
 
 
 def held() -> list[int]:
@@ -116,6 +121,63 @@ def equal(model: str, devices: int, recorder: Recorder) -> None:
             print(f"  {time.perf_counter() - start:.1f} s", flush=True)
 
 
+def exchange_times(options: StepOptions) -> dict[str, float]:
+    """Times each exchange of a layer, in us: many in one executable, with the copies that `Split` makes for them."""
+    cfg, split, mesh = model_config(options), options.split, mesh_of(options)
+    assert mesh is not None
+    tokens, hidden, top = options.batch * options.fed // split.data, cfg.hidden_size, cfg.num_experts_per_tok
+    latent = cfg.o_groups // split.tensor * cfg.o_lora_rank
+
+    def all_tokens(x: jax.Array, chosen: jax.Array, share: jax.Array) -> Any:
+        return tuple(rows[: x.shape[0]] for rows in split.all_tokens(x, chosen, share))
+
+    def own_sums(x: jax.Array) -> Any:
+        return (jnp.tile(split.own_sums(x), (split.data, 1)),)
+
+    def all_columns(x: jax.Array) -> Any:
+        return (split.all_columns(x)[:, : x.shape[1]],)
+
+    cases: dict[str, tuple[Callable[..., Any], list[tuple[int, int, Any]]]] = {}
+    if split.data > 1:
+        rows = [(tokens, hidden, jnp.bfloat16), (tokens, top, jnp.int32), (tokens, top, jnp.float32)]
+        cases["all_tokens"] = all_tokens, rows
+    cases["own_sums"] = own_sums, [(split.data * tokens, hidden, jnp.float32)]
+    if split.tensor > 1:
+        cases["all_columns"] = all_columns, [(tokens, latent, jnp.bfloat16)]
+    with exchanges(options) as opened:
+        peers = [exchange.peers for exchange in opened]
+        times = {name: chain_us(mesh, peers, *case) for name, case in cases.items()}
+        for exchange in opened:
+            exchange.check()
+    return times
+
+
+def chain_us(
+    mesh: Mesh, peers: Sequence[Peers], exchange: Callable[..., Any], shapes: list[tuple[int, int, Any]]
+) -> float:
+    """Returns the us of an exchange, of many in one executable, each of what the one before gave."""
+
+    def run(*rows: jax.Array) -> Any:
+        with using(*peers):
+            for _ in range(IN_A_ROW):
+                rows = exchange(*rows)
+        return rows
+
+    spec = PartitionSpec((DATA, TENSOR))
+    called = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    total = mesh.devices.size
+    rows = tuple(
+        jax.device_put(np.zeros((total * count, width), dtype), NamedSharding(mesh, spec))
+        for count, width, dtype in shapes
+    )
+    best = math.inf
+    for _ in range(8):
+        start = time.perf_counter()
+        jax.block_until_ready(called(*rows))
+        best = min(best, time.perf_counter() - start)
+    return 1e6 * best / IN_A_ROW
+
+
 def main() -> None:
     command = parser(__doc__)
     command.add_argument("--devices", type=int, default=2)
@@ -158,8 +220,12 @@ def main() -> None:
         if (options.split, mtp) not in params:
             params.clear()
             params[options.split, mtp] = draw(options, recorder, mtp)
-        report = judged_model(measure_model(options, params[options.split, mtp], top))
-        recorder.add("models", **report)
+        report = measure_model(options, params[options.split, mtp], top)
+        if not (options.brief or options.drafts):
+            report["exchange_us"] = exchange_times(options)
+            report["exchange_ms"] = report["layers"] * sum(report["exchange_us"].values()) / 1e3
+        report = judged({"table": "models"} | report)
+        recorder.add(**report)
         us = {name: round(value, 1) for name, value in report.get("exchange_us", {}).items()}
         floor = f" = {report['over_floor']:.2f} of {report['floor_ms']:.2f}" if "over_floor" in report else ""
         token = f", {report['token_ms']:.2f} ms a token" if "token_ms" in report else ""

@@ -30,7 +30,7 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from dsv4_jax import ffi, model
-from dsv4_jax.bench.mesh import jitted_over, mesh_of
+from dsv4_jax.bench.model import jitted_over, mesh_of
 from dsv4_jax.bench.step import StepOptions, neutral_layers, set_up
 from dsv4_jax.cache import init_cache
 from dsv4_jax.model.forward import GPU_DECODE_OPTIONS

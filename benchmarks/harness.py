@@ -11,8 +11,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from targets import TARGETS, Target, elsewhere, verdict
+
 from dsv4_jax.bench.records import dumps, new_record
-from dsv4_jax.bench.targets import TARGETS, Target, verdict
 
 __all__ = ["Recorder", "cpu_name", "jax_device", "parser"]
 
@@ -58,7 +59,8 @@ class Recorder:
         row = {"table": table} | {name: value for name, value in fields.items() if value is not None}
         self.rows.append(row)
         if self.path is not None:
-            self.path.write_text(dumps(new_record(self.rows, **self._how) | self._note), encoding="utf-8")
+            rows = [elsewhere(row, self._how["device"]) for row in self.rows]
+            self.path.write_text(dumps(new_record(rows, **self._how) | self._note), encoding="utf-8")
         return row
 
     def op(

@@ -14,7 +14,7 @@ Shares are of a copy (bytes read and written) in the same run; beside them the r
 wrong. A kernel of several handlers has a line for each.
 
 `--peers`: a folder with the JSON that peers' scripts leave (lists of objects: `fp8_dense.json`, `marlin_moe.json`,
-`topk.json`, `indexer_sdg.json`, `flashmla.json`); what is not in it is `dsv4_jax.bench.targets`'.
+`topk.json`, `indexer_sdg.json`, `flashmla.json`); what is not in it is `targets.py`'.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from graphs import graph_us, handlers, whole_call
 from harness import Recorder, jax_device, parser
 from problems import KERNELS, OPS, TINY, Kernel
 
-from dsv4_jax.bench.measure import BATCHED_OPS, is_batch_invariant, one_line, outcome, relative_error
+from dsv4_jax.bench.measure import one_line, outcome, relative_error
+from dsv4_jax.bench.ops import Problem
 from dsv4_jax.bench.timing import Ceilings, measure_ceilings
 from dsv4_jax.errors import ImplementationError
 from dsv4_jax.ops.registry import NAMES, find
@@ -39,6 +41,7 @@ READ, MAX_CALLS, MIN_CALLS, WARM_CALLS = 220e6, 64, 4, 16
 CHECKED = 600  # tokens that are compared with the reference, at most: enough for what a chunk does
 POOL_ROWS, WARM_ROWS = 1 << 21, 1 << 14
 MEMORY = 24e9  # bytes that all calls of a graph may take
+BATCHED_OPS = ("gather", "index_scores", "top_k")  # whose call arguments all have the batch in front
 CONTEXTS = {2048: "8k", 8192: "32k", 32768: "128k", 262144: "1m"}  # tokens of a cache by its index keys
 
 
@@ -92,8 +95,21 @@ def check(kernel: Kernel, batch: int, name: str, *, tiny: bool, invariance: bool
     made = kernel.make(batch, 1, 1 << (10 if tiny else 16)).problem
     pairs = zip(outcome(made, name), outcome(made, "xla"), strict=True)
     error = max(relative_error(got, want) for got, want in pairs)
-    same = is_batch_invariant(made, name, batch) if invariance and kernel.op in BATCHED_OPS[:3] else None
+    same = is_batch_invariant(made, name, batch) if invariance and kernel.op in BATCHED_OPS else None
     return error, error <= made.tolerance, same
+
+
+def is_batch_invariant(inputs: Problem, implementation: str, batch: int) -> bool:
+    """Says whether rows of the first call have the same bits in batches of 1, 2, 16 and 64."""
+    whole = outcome(inputs, implementation, slice(None))
+    share = whole[0].shape[0] // batch  # rows that a gather makes per request
+    for size in (1, 2, 16, 64):
+        for first in {0, (batch - size) // 2} if size < batch else ():
+            rows = slice(first * share, (first + size) * share)
+            part = outcome(inputs, implementation, rows)
+            if not all(np.array_equal(a[rows], b, equal_nan=False) for a, b in zip(whole, part, strict=True)):
+                return False
+    return True
 
 
 def measure(kernel: Kernel, batch: int, name: str, args: Any, ceilings: Ceilings, recorder: Recorder) -> bool:

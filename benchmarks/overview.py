@@ -11,7 +11,7 @@ import xml.sax.saxutils
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from .targets import PEERS
+from targets import PEERS
 
 __all__ = ["DEVICE", "PICTURE", "overview", "picture", "table_of"]
 

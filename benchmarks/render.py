@@ -1,19 +1,28 @@
-"""The page of results, made from the records of runs (see `records`). Imports no jax."""
+"""Makes the pages of results from the records of runs (records.py). Imports no jax.
+
+python benchmarks/render.py [DIR]            writes DIR/RESULTS.md, README.md and its picture from DIR/records
+python benchmarks/render.py [DIR] --check    writes nothing, fails if README.md or the picture differs
+"""
 
 from __future__ import annotations
 
+import argparse
 import pathlib
+import sys
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..errors import OptionError
-from .overview import DEVICE, PICTURE, overview, picture, table_of
-from .records import TABLES, load
-from .sections import DETAIL, FIRST, HEAD, MEASURING, SECTIONS, Section
-from .targets import PEERS
+from overview import DEVICE, PICTURE, overview, picture, table_of
+from records import TABLES, load
+from sections import DETAIL, FIRST, HEAD, MEASURING, SECTIONS, Section
+from targets import PEERS, elsewhere, judged
 
-__all__ = ["Entry", "latest", "newest", "number", "pages", "percent"]
+from dsv4_jax.bench.records import dumps
+from dsv4_jax.errors import CacheError, OptionError
+from dsv4_jax.output import open_output
+
+__all__ = ["Entry", "latest", "main", "newest", "number", "pages", "percent"]
 
 
 class Entry(NamedTuple):
@@ -31,6 +40,8 @@ TIMERS = {
     "wall": "Wall time of calls from JAX, dispatch included",
 }
 OURS = ("cuda", "pallas", "triton", "xla")
+# Fields of rows that say what was required when they were measured.
+TOLD = ("verdict", "peer_us", "required_us", "goal_us", "required_ms", "required_over_floor", "required_of_copy")
 VERDICTS = {"goal": "goal met", "required": "met", "missed": "missed"}
 
 
@@ -56,8 +67,18 @@ def pages(folder: pathlib.Path) -> dict[str, str]:
 
 
 def _entries(folder: pathlib.Path) -> list[Entry]:
-    """Returns the rows of a folder that are shown."""
-    return latest(Entry(row, file, record) for file, record in load(folder).items() for row in record["rows"])
+    """Returns the rows of a folder that are shown, with what is required of them."""
+    entries = latest(Entry(row, file, record) for file, record in load(folder).items() for row in record["rows"])
+    return [entry._replace(row=_with_targets(*entry)) for entry in entries]
+
+
+def _with_targets(row: dict[str, Any], file: str, record: dict[str, Any]) -> dict[str, Any]:
+    """Judges a row of `dsv4-jax bench`, which knows of no targets; the scripts here judge what they measure."""
+    told = any(row.get(name) is not None for name in TOLD)
+    if told or not record["command"].startswith("dsv4-jax bench "):
+        return row
+    copy = (record.get("ceilings") or {}).get("copy_gb_per_s")
+    return elsewhere(judged(row, copy and 1e9 * copy), record["device"])
 
 
 def newest(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
@@ -77,7 +98,7 @@ def latest(entries: Iterable[Entry]) -> list[Entry]:
     for entry in entries:
         row = entry.row
         if not (row.get("tuning") or row.get("problem")):
-            key = (row["table"], entry.record["device"], *(row.get(name) for name in TABLES[row["table"]].key))
+            key = (row["table"], entry.record["device"], *(row.get(name) for name in TABLES[row["table"]].key.split()))
             found[key] = entry
     return list(found.values())
 
@@ -223,20 +244,9 @@ def _bounds(row: dict[str, Any]) -> str:
     return ", ".join(f"{sign} {number(row[name])}" for name, sign in signs.items() if row.get(name) is not None)
 
 
-def _share(name: str) -> Callable[[dict[str, Any]], str]:
-    def cell(row: dict[str, Any]) -> str:
-        spread = row.get(f"{name}s")
-        return percent(row[name]) + (f" ({percent(spread)})" if spread else "") if row.get(name) is not None else ""
-
-    return cell
-
-
-def _value(name: str, show: Callable[[Any], str] | None = None) -> Callable[[dict[str, Any]], str]:
-    def cell(row: dict[str, Any]) -> str:
-        value = row.get(name)
-        return "" if value is None else show(value) if show else value if isinstance(value, str) else number(value)
-
-    return cell
+def _share(row: dict[str, Any], name: str) -> str:
+    spread = row.get(f"{name}s")
+    return percent(row[name]) + (f" ({percent(spread)})" if spread else "") if row.get(name) is not None else ""
 
 
 def _joined(row: dict[str, Any], between: str, *names: str) -> str:
@@ -247,107 +257,53 @@ def _context(tokens: int) -> str:
     return f"{tokens >> 20} Mi" if tokens % (1 << 20) == 0 else f"{tokens >> 10} Ki"
 
 
-COLUMNS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
-    "steps": {
-        "model": _value("model"),
-        "requests": _value("batch"),
-        "context": _value("context", _context),
-        "chunk": _value("chunk"),
-        "steps a call": _value("loop"),
-        "key split": _value("key_split"),
-        "ms": _value("step_ms"),
-        "floor, ms": _floor,
-        "over the floor": _value("over_floor", lambda x: f"{x:.2f}x"),
-        "tokens/s": _value("tokens_per_s"),
-        "sum of kernels, ms": _value("kernel_ms"),
-        "temporaries, MB": _value("temp_mb"),
-        "host, us": _value("dispatch_us"),
-        "required / goal": lambda row: _joined(
-            row, " / ", "required_over_floor", "goal_over_floor", "required_ms", "goal_ms"
-        ),
-        "verdict": lambda row: VERDICTS.get(row.get("verdict") or "", ""),
-    },
-    "models": {
-        "model": _value("model"),
-        "devices": _devices,
-        "layers": _kinds,
-        "requests": _value("batch"),
-        "context": _value("context", _context),
-        "chunk": _value("chunk"),
-        "steps a call": _value("loop"),
-        "drafts": lambda row: str(row["drafts"]) if row.get("drafts") else "",
-        "ms": _value("step_ms"),
-        "a token, ms": _value("token_ms"),
-        "exchanges alone, ms": _value("exchange_ms"),
-        "a layer": _value("layer_ms"),
-        "floor, ms": _floor,
-        "over the floor": _value("over_floor", lambda x: f"{x:.2f}x"),
-        "GB": _value("moved_gb"),
-        "GB/s": _value("gb_per_s"),
-        "experts": _value("experts"),
-        "sum of kernels, ms": _value("kernel_ms"),
-        "launches": _value("launches"),
-        "tokens/s": _value("tokens_per_s"),
-        "host, us": _value("dispatch_us"),
-        "required / goal": lambda row: _joined(
-            row, " / ", "required_over_floor", "goal_over_floor", "required_ms", "goal_ms"
-        ),
-        "verdict": lambda row: VERDICTS.get(row.get("verdict") or "", ""),
-    },
-    "generate": {
-        "model": _value("model"),
-        "layers": _value("layers"),
-        "prompts": _value("prompts"),
-        "tokens of prompts": _value("prompt_tokens"),
-        "steps a call": _value("decode_steps"),
-        "prefill, tokens/s": _value("prefill_tokens_per_s"),
-        "decode, tokens/s": _value("decode_tokens_per_s"),
-        "ms a step": _value("step_ms"),
-        "the step alone, ms": _value("bench_step_ms"),
-        "host, us": lambda row: ", ".join(f"{name} {number(us)}" for name, us in (row.get("host_us") or {}).items()),
-    },
-    "swap": {
-        "blocks": _value("blocks"),
-        "ids": _value("ids"),
-        "direction": _value("direction"),
-        "kernel, us": _value("kernel_us"),
-        "kernel": _value("kernel_of_copy", lambda x: percent(x)),
-        "a call, us": _value("us"),
-        "calls in a row": _value("of_copy", lambda x: percent(x)),
-        "required": _value("required_of_copy", lambda x: percent(x)),
-        "plain XLA": _value("xla", lambda x: percent(x)),
-        "launch per layer and leaf": _value("launch per layer and leaf", lambda x: percent(x)),
-        "memcpy per piece": _value("memcpy per piece", lambda x: percent(x)),
-    },
-    "store": {
-        "": _value("what"),
-        "load": lambda row: _joined(row, " to ", "load_from", "load_to"),
-        "write, GB/s": _value("write_gb_per_s"),
-        "write, share": _share("write_share"),
-        "read, GB/s": _value("read_gb_per_s"),
-        "read, share": _share("read_share"),
-    },
-    "simulate": {
-        "trace": _value("trace"),
-        "policy": _value("policy"),
-        "hits": _value("hit_rate", lambda x: percent(x)),
-        "of an endless cache's": _value("of_endless", lambda x: percent(x)),
-        "of a clairvoyant one's": _value("of_clairvoyant", lambda x: percent(x)),
-        "hits on the host": _value("host_hit_rate", lambda x: percent(x)),
-        "recomputed tokens, M": _value("recomputed_tokens", lambda x: number(x / 1e6)),
-        "to the host, GiB": _value("out_gib"),
-        "back, GiB": _value("in_gib"),
-        "first token, mean, s": _value("first_token_mean_s"),
-        "p99, s": _value("first_token_p99_s"),
-        "steps": _value("steps"),
-    },
-    "facts": {
-        "": _value("what"),
-        "measured": _value("measured"),
-        "unit": _value("unit"),
-        "required": _bounds,
-        "verdict": _value("verdict"),
-    },
+# How a column shows the value of a row's field, and the columns that are made of several fields.
+FORMATS: dict[str, Callable[[Any], str]] = {
+    "": lambda value: value if isinstance(value, str) else number(value),
+    "percent": lambda value: percent(value),
+    "times": lambda value: f"{value:.2f}x",
+    "tokens": _context,
+    "millions": lambda value: number(value / 1e6),
+    "count": lambda value: str(value or ""),
+}
+MADE: dict[str, Callable[[dict[str, Any]], str]] = {
+    "bounds": _bounds,
+    "devices": _devices,
+    "floor": _floor,
+    "kinds": _kinds,
+    "host": lambda row: ", ".join(f"{name} {number(us)}" for name, us in (row.get("host_us") or {}).items()),
+    "limits": lambda row: _joined(row, " / ", "required_over_floor", "goal_over_floor", "required_ms", "goal_ms"),
+    "load": lambda row: _joined(row, " to ", "load_from", "load_to"),
+    "read": lambda row: _share(row, "read_share"),
+    "verdict": lambda row: VERDICTS.get(row.get("verdict") or "", ""),
+    "write": lambda row: _share(row, "write_share"),
+}
+# Table -> its columns: heading = field, or field:format of `FORMATS`, or @one of `MADE`.
+COLUMNS: dict[str, str] = {
+    "steps": "model = model | requests = batch | context = context:tokens | chunk = chunk | steps a call = loop | "
+    "key split = key_split | ms = step_ms | floor, ms = @floor | over the floor = over_floor:times | "
+    "tokens/s = tokens_per_s | sum of kernels, ms = kernel_ms | temporaries, MB = temp_mb | host, us = dispatch_us | "
+    "required / goal = @limits | verdict = @verdict",
+    "models": "model = model | devices = @devices | layers = @kinds | requests = batch | context = context:tokens | "
+    "chunk = chunk | steps a call = loop | drafts = drafts:count | ms = step_ms | a token, ms = token_ms | "
+    "exchanges alone, ms = exchange_ms | a layer = layer_ms | floor, ms = @floor | over the floor = over_floor:times | "
+    "GB = moved_gb | GB/s = gb_per_s | experts = experts | sum of kernels, ms = kernel_ms | launches = launches | "
+    "tokens/s = tokens_per_s | host, us = dispatch_us | required / goal = @limits | verdict = @verdict",
+    "generate": "model = model | layers = layers | prompts = prompts | tokens of prompts = prompt_tokens | "
+    "steps a call = decode_steps | prefill, tokens/s = prefill_tokens_per_s | decode, tokens/s = decode_tokens_per_s | "
+    "ms a step = step_ms | the step alone, ms = bench_step_ms | host, us = @host",
+    "swap": "blocks = blocks | ids = ids | direction = direction | kernel, us = kernel_us | "
+    "kernel = kernel_of_copy:percent | a call, us = us | calls in a row = of_copy:percent | "
+    "required = required_of_copy:percent | plain XLA = xla:percent | "
+    "launch per layer and leaf = launch per layer and leaf:percent | memcpy per piece = memcpy per piece:percent",
+    "store": " = what | load = @load | write, GB/s = write_gb_per_s | write, share = @write | "
+    "read, GB/s = read_gb_per_s | read, share = @read",
+    "simulate": "trace = trace | policy = policy | hits = hit_rate:percent | "
+    "of an endless cache's = of_endless:percent | of a clairvoyant one's = of_clairvoyant:percent | "
+    "hits on the host = host_hit_rate:percent | recomputed tokens, M = recomputed_tokens:millions | "
+    "to the host, GiB = out_gib | back, GiB = in_gib | first token, mean, s = first_token_mean_s | "
+    "p99, s = first_token_p99_s | steps = steps",
+    "facts": " = what | measured = measured | unit = unit | required = @bounds | verdict = verdict",
 }
 
 
@@ -366,8 +322,18 @@ def _sentence(facts: Sequence[Entry]) -> str:
     return textwrap.fill("; ".join(shown) + ".", 120) + "\n"
 
 
-def _plain(entries: Sequence[Entry], columns: dict[str, Callable[[dict[str, Any]], str]]) -> str:
-    return table_of([list(columns), *([cell(e.row) for cell in columns.values()] for e in entries)])
+def _plain(entries: Sequence[Entry], columns: str) -> str:
+    pairs = [column.partition(" = ") for column in f" {columns}".split(" | ")]
+    lines = [[_cell(entry.row, source) for *_, source in pairs] for entry in entries]
+    return table_of([[heading.strip() for heading, *_ in pairs], *lines])
+
+
+def _cell(row: Mapping[str, Any], source: str) -> str:
+    if source.startswith("@"):
+        return MADE[source[1:]](dict(row))
+    name, _, shown = source.partition(":")
+    value = row.get(name)
+    return "" if value is None else FORMATS[shown](value)
 
 
 # Text
@@ -391,3 +357,46 @@ def percent(share: Any) -> str:
 
 def _middle(value: Any) -> float:
     return sum(value) / 2 if isinstance(value, list) else value
+
+
+# The command
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line: 1 if a page is not up to date, 2 if there is nothing to make it from."""
+    command = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    command.add_argument("folder", nargs="?", type=pathlib.Path, metavar="DIR", default=pathlib.Path(__file__).parent)
+    command.add_argument("--check", action="store_true", help="write nothing, fail if what is kept differs")
+    args = command.parse_args(argv)
+    try:
+        return _check(args.folder) if args.check else _write(args.folder)
+    except (CacheError, OSError) as error:
+        print(f"render.py: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _check(folder: pathlib.Path) -> int:
+    """Compares what the repository keeps of the pages; RESULTS.md is made where it is read."""
+    kept = {folder / name: text for name, text in pages(folder).items() if name != "RESULTS.md"}
+    stale = [path for path, text in kept.items() if not path.is_file() or path.read_bytes() != text.encode()]
+    for path in stale:
+        print(f"{path} is not what {folder / 'records'} gives: run python benchmarks/render.py", file=sys.stderr)
+    return int(bool(stale))
+
+
+def _write(folder: pathlib.Path) -> int:
+    """Writes the pages, and of the records what the pages show."""
+    made = pages(folder)
+    for name, record in newest(folder / "records").items():
+        if record["rows"]:
+            made[f"records/{name}"] = dumps(record)
+        else:
+            (folder / "records" / name).unlink()
+    for name, text in made.items():
+        with open_output(folder / name, encoding="utf-8") as file:
+            file.write(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -9,12 +9,12 @@ __all__ = ["DETAIL", "FIRST", "HEAD", "MEASURING", "SECTIONS", "Section"]
 HEAD = """\
 # Benchmark results
 
-Made by `python -m dsv4_jax bench --render` from the records in [records/](records/README.md); do not edit it.
+Made by `python benchmarks/render.py` from the records in [records/](records/README.md); do not edit it.
 """
 FIRST = """\
 # How fast it is
 
-Made by `python -m dsv4_jax bench --render` from the records in [records/](records/README.md); do not edit it. All lines
+Made by `python benchmarks/render.py` from the records in [records/](records/README.md); do not edit it. All lines
 of all records, kernel by kernel, with commits, commands and ceilings, are on the page of results, which the same
 command writes beside this one (`RESULTS.md`) and `make docs` shows on the site. Why kernels take as long as they do is
 in [docs/kernels.md](../docs/kernels.md).

@@ -36,7 +36,7 @@ from harness import parser
 
 from dsv4_jax import ops
 from dsv4_jax.bench import model
-from dsv4_jax.bench.mesh import mesh_of
+from dsv4_jax.bench.model import mesh_of
 from dsv4_jax.bench.step import StepOptions
 from dsv4_jax.model import init_params
 from dsv4_jax.ops import in_sequence, lanes

@@ -12,11 +12,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..errors import OptionError
-from ..formats import Codes, RowFormat, Scales
-from .ops import Problem
-from .shapes import AttendShape, GatherShape, ScoreShape, Shape, TopKShape
-from .timing import L2_FLUSH
+from dsv4_jax.bench.ops import Problem
+from dsv4_jax.bench.shapes import AttendShape, GatherShape, ScoreShape, Shape, TopKShape
+from dsv4_jax.bench.timing import L2_FLUSH
+from dsv4_jax.errors import OptionError
+from dsv4_jax.formats import Codes, RowFormat, Scales
 
 __all__ = ["OPS", "TOLERANCE", "measure", "why_not"]
 

@@ -12,8 +12,8 @@ from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 
 ROOT = pathlib.Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
-from dsv4_jax.bench.render import pages  # noqa: E402 (imports no jax)
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+from render import pages  # noqa: E402 (imports no jax)
 
 __all__ = ["on_files", "on_page_markdown", "on_post_build"]
 

@@ -1,8 +1,9 @@
-"""Measuring: an op at a shape with an implementation, timed, checked against the reference and judged."""
+"""Measuring: an op at a shape with an implementation, timed and checked against the reference."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,18 +11,14 @@ import numpy as np
 
 from ..errors import CacheError
 from ..ops.registry import NAMES, find
-from . import torch_ops
-from .ops import BATCHED_OPS, Problem, problem, registered
+from .ops import Problem, problem, registered
 from .records import Measurement
 from .shapes import AttendShape, Case, Shape
-from .targets import TARGETS, Target, verdict
-from .timing import Ceilings, Timing, call_count, time_problem
+from .timing import Ceilings, call_count, time_problem
 
 __all__ = [
-    "BASELINES",
     "IMPLEMENTATIONS",
     "default_implementations",
-    "is_batch_invariant",
     "measure",
     "one_line",
     "outcome",
@@ -29,21 +26,18 @@ __all__ = [
     "why_not",
 ]
 
-BASELINES = ("lax.top_k", "torch")
-IMPLEMENTATIONS = (*NAMES, *BASELINES)
+IMPLEMENTATIONS = (*NAMES, "lax.top_k")
 MAX_COMPARED = 1 << 24  # elements of a result that are compared: the first rows
 
 
 def default_implementations(op: str) -> list[str]:
-    """Names what is measured of an op by default: its kernels, the reference and its baselines."""
+    """Names what is measured of an op by default: its kernels, the reference and its baseline."""
     names = [name for name in registered(op).names if name != "xla"]
-    return [*names, "xla", *(["lax.top_k"] if op == "top_k" else []), *(["torch"] if op in torch_ops.OPS else [])]
+    return [*names, "xla", *(["lax.top_k"] if op == "top_k" else [])]
 
 
 def why_not(op: str, implementation: str) -> str | None:
     """Says why an implementation cannot be measured here, None if it can (or only trying it will tell)."""
-    if implementation == "torch":
-        return torch_ops.why_not(op)
     if implementation == "lax.top_k":
         return None if op == "top_k" else "a baseline of top_k"
     if implementation == "xla":
@@ -62,8 +56,7 @@ def measure(
     ceilings: Ceilings | None,
     *,
     quick: bool,
-    invariance: bool = False,
-    on_done=None,
+    on_done: Callable[[], None] | None = None,
 ) -> list[Measurement]:
     """Measures each implementation, all on the same arguments.
 
@@ -71,12 +64,6 @@ def measure(
     relation to them.
     """
     shape = case.make(batch)
-    bytes_moved, flops = shape.bytes_moved, shape.flops
-    floor = required = goal = None
-    target = Target() if quick or ceilings is None else TARGETS.get((case.op, case.name, batch), Target())
-    if ceilings is not None:
-        floor = ceilings.floor_us(bytes_moved, flops)
-        required, goal = target.limits(bytes_moved, ceilings.copy)
     variant = shape.key_split if isinstance(shape, AttendShape) and shape.key_split != "throughput" else None
     base = Measurement(
         case.op,
@@ -85,14 +72,9 @@ def measure(
         "",
         variant=variant,
         context=case.context,
-        bytes=bytes_moved,
-        flops=flops,
-        floor_us=floor,
-        required_us=required,
-        goal_us=goal,
-        required_of_copy=target.required_of_copy,
-        goal_of_copy=target.goal_of_copy,
-        peer_us=target.peer,
+        bytes=shape.bytes_moved,
+        flops=shape.flops,
+        floor_us=None if ceilings is None else ceilings.floor_us(shape.bytes_moved, shape.flops),
     )
     found: list[Measurement] = []
     inputs, want = None, []
@@ -104,7 +86,7 @@ def measure(
                     inputs = _inputs(case.op, shape, quick)
                     want = outcome(inputs, "xla")
                 got = want if name == "xla" else None
-                made = _measured(made, shape, inputs, want, got, ceilings, quick=quick, invariance=invariance)
+                made = _measured(made, shape, inputs, want, got, ceilings, repeats=2 if quick else 12)
             except Exception as error:  # an implementation may fail in any way; the others still count
                 made = dataclasses.replace(made, problem=one_line(error))
         found.append(made)
@@ -126,21 +108,12 @@ def _measured(
     got: list[np.ndarray] | None,
     ceilings: Ceilings | None,
     *,
-    quick: bool,
-    invariance: bool,
+    repeats: int,
 ) -> Measurement:
     """Times one implementation and compares its results, `got` if they are known, with the reference's."""
-    repeats = 2 if quick else 12
-    if base.implementation == "torch":
-        us, got = torch_ops.measure(base.op, shape, inputs, repeats=repeats)
-        timing = Timing(us, {"graph": us}, "graph")
-    else:
-        got = got or outcome(inputs, base.implementation)
-        timing = time_problem(inputs, base.implementation, repeats=repeats)
+    got = got or outcome(inputs, base.implementation)
+    timing = time_problem(inputs, base.implementation, repeats=repeats)
     error = max(relative_error(a[: len(b)], b) for a, b in zip(got, want, strict=True))
-    invariant = None
-    if invariance and base.op in BATCHED_OPS and base.implementation not in BASELINES:
-        invariant = is_batch_invariant(inputs, base.implementation, base.batch)
     us = timing.us if timing.kernel_us is None else timing.kernel_us
     bytes_moved, flops = shape.bytes_moved, shape.flops
     return dataclasses.replace(
@@ -154,10 +127,8 @@ def _measured(
         of_copy=None if ceilings is None else 1e6 * bytes_moved / us / ceilings.copy,
         of_matmul=None if ceilings is None else 1e6 * flops / us / ceilings.matmul,
         of_floor=None if base.floor_us is None else base.floor_us / us,
-        verdict=verdict(us, base.required_us, base.goal_us),
         relative_error=error,
-        correct=error <= (torch_ops.TOLERANCE if base.implementation == "torch" else inputs.tolerance),
-        batch_invariant=invariant,
+        correct=error <= inputs.tolerance,
     )
 
 
@@ -176,19 +147,6 @@ def outcome(inputs: Problem, implementation: str, rows: slice | None = None) -> 
         call = jax.tree.map(lambda x: x[rows], call)
     found = jax.jit(run)(inputs.shared, inputs.carry(), call)
     return [np.asarray(x) for x in jax.tree.leaves(found)]
-
-
-def is_batch_invariant(inputs: Problem, implementation: str, batch: int) -> bool:
-    """Says whether rows of the first call have the same bits in batches of 1, 2, 16 and 64."""
-    whole = outcome(inputs, implementation, slice(None))
-    share = whole[0].shape[0] // batch  # rows that a gather makes per request
-    for size in (1, 2, 16, 64):
-        for first in {0, (batch - size) // 2} if size < batch else ():
-            rows = slice(first * share, (first + size) * share)
-            part = outcome(inputs, implementation, rows)
-            if not all(np.array_equal(a[rows], b, equal_nan=False) for a, b in zip(whole, part, strict=True)):
-                return False
-    return True
 
 
 def relative_error(got: np.ndarray, want: np.ndarray) -> float:

@@ -3,30 +3,31 @@
 Random weights drawn on the device, random token ids, FP8 cache, FP4 index keys, every request at the same context. The
 step is compared with the sum of its floors: for every part the larger of bytes / copy rate and FLOPs / matmul rate.
 Of the experts only those count that the step's own tokens choose. On several devices floors are those of each of them,
-and what they tell each other counts in none; it is timed by itself. A step with drafts runs the MTP layer one time more
+and what they send each other counts in none. A step with drafts runs the MTP layer one time more
 than it drafts, and has no floor. With `chunk` it is a step of prefill, of which each request's last token has logits.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import math
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..cache import KVCache
 from ..config import DSV4Config
 from ..errors import OptionError
-from ..layout import CacheLayout
+from ..layout import CacheLayout, CacheSize
 from ..model.attention import attention
 from ..model.draft_steps import draft_loop, draft_step
 from ..model.forward import GPU_DECODE_OPTIONS, decode_step, embed, prefill
@@ -37,14 +38,14 @@ from ..model.weights.params import RELEASED, Params, is_leaf, param_specs
 from ..model.weights.placement import device_bytes
 from ..model.weights.quantised import FP4, Quantised
 from ..model.weights.split import ALONE, DATA, Split, in_blocks, parts_of
+from ..ops import Exchange, open_exchanges
 from ..ops.exchange import Peers
 from ..ops.hyper_connection import Written
 from ..ops.registry import Choice
 from ..plan import PackedPlan
-from .mesh import exchange_times, exchanges, jitted_over, mesh_of, spread_cache
+from ..sharding import cache_sharding, shard_step
 from .step import StepOptions, cache_and_plan, cache_floors, cache_shape, random_cache
-from .step_timing import StepPart, against_floors, longest_kernels, timed
-from .timing import Ceilings
+from .timing import Ceilings, StepPart, against_floors, longest_kernels, timed
 
 __all__ = [
     "ACCEPTED",
@@ -52,10 +53,14 @@ __all__ = [
     "FEW_REQUESTS",
     "bytes_needed",
     "chosen_experts",
+    "exchanges",
+    "jitted_over",
     "launches",
     "measure_model",
+    "mesh_of",
     "model_config",
     "model_floors",
+    "spread_cache",
 ]
 
 # Where the whole model does not fit: of Flash two layers of window attention and five each of CSA and HCA.
@@ -197,9 +202,6 @@ def _measured(
     longest = longest_kernels(run, options.loop * split.devices, options.profile)
     if options.brief or options.drafts:
         return report | longest
-    if mesh is not None:
-        report["exchange_us"] = exchange_times(cfg, options, peers)
-        report["exchange_ms"] = cfg.num_layers * sum(report["exchange_us"].values()) / 1e3
     used = jitted_over(mesh, partial(chosen_experts, implementation=options.implementation), GPU_DECODE_OPTIONS, peers)
     masks, _ = used(params, cache, plan, tokens)
     masks = np.asarray(masks).reshape(split.data, cfg.num_layers, split.devices, -1).any(0)
@@ -213,6 +215,40 @@ def _measured(
             layer_floor_ms=report["floor_ms"] / cfg.num_layers, moved_gb=sum(part.bytes for part in parts) / 1e9
         )
     return report | longest
+
+
+def mesh_of(options: StepOptions, devices: Sequence[jax.Device] | None = None) -> Mesh | None:
+    """Makes the mesh of these options, of the first devices there are or of those given; None for one device."""
+    return None if options.devices == 1 else options.split.mesh(devices)
+
+
+def jitted_over(
+    mesh: Mesh | None, step: Callable[..., tuple[Any, KVCache]], xla: Mapping[str, Any], peers: Sequence[Peers] = ()
+) -> Any:
+    """Jits a step of (params, cache, plan, tokens) over a mesh, the cache donated."""
+    if mesh is None:
+        return jax.jit(step, donate_argnums=1, compiler_options=dict(xla))
+    return shard_step(step, mesh, compiler_options=xla, peers=peers)
+
+
+def exchanges(options: StepOptions) -> contextlib.AbstractContextManager[tuple[Exchange, ...]]:
+    """Opens the exchanges of the mesh's axes, if the options want them."""
+    return open_exchanges(mesh_of(options) if options.exchange else None)
+
+
+def spread_cache(layout: CacheLayout, size: CacheSize, mesh: Mesh) -> KVCache:
+    """Makes the `random_cache` of every data shard, all of them alike, on the devices where it stays."""
+    shards = []
+    for device in mesh.devices.flat:
+        with jax.default_device(device):
+            shards.append(jax.device_put(random_cache(layout, size, jax.random.key(1)), device))
+    placements: dict[str, Any] = dict(cache_sharding(layout, mesh).arrays)
+    arrays: dict[str, jax.Array] = {}
+    for name, placement in placements.items():
+        parts = [shard.arrays[name] for shard in shards]
+        shape = (mesh.shape[DATA] * parts[0].shape[0], *parts[0].shape[1:])
+        arrays[name] = jax.make_array_from_single_device_arrays(shape, placement, parts)
+    return KVCache(arrays, layout)
 
 
 def launches(text: str) -> int:

@@ -1,7 +1,8 @@
 """What is timed: per op, the arrays of its calls and the call itself.
 
-Every call has its own ids, queries, positions and values, drawn over a pool far larger than the GPU's L2.
-Ops that update arrays in place pass them from call to call (`carry`), as the layers of a step do.
+Every call has its own ids, queries, positions and values, drawn over a pool far larger than the GPU's L2. Stored rows
+are valid in every format: no NaN codes, scales near 1. Ops that update arrays in place pass them from call to call
+(`carry`), as the layers of a step do.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..config import DSV4Config
-from ..formats import codec
+from ..formats import Codes, RowFormat, Scales, codec
 from ..layout import CacheLayout
 from ..manager import StepSequence, build_plan, shape_for
 from ..ops import (
@@ -32,13 +33,12 @@ from ..ops import (
     index_scores,
 )
 from ..ops import top_k as top_k_op
-from ..ops.append import load
+from ..ops.append import Rows, load
 from ..ops.numerics import inv_frequencies
 from ..ops.registry import OPS, Op
 from ..pools.carriers import decode
 from ..pools.kv_pool import store_kv
 from ..pools.spec import KVSpec
-from .inputs import random_part, random_rows
 from .shapes import (
     BLOCK_TOKENS,
     AppendShape,
@@ -51,10 +51,7 @@ from .shapes import (
     TopKShape,
 )
 
-__all__ = ["BATCHED_OPS", "Problem", "problem", "registered"]
-
-# Ops whose call arguments all have the batch in front.
-BATCHED_OPS = ("gather", "index_scores", "top_k", "attend")
+__all__ = ["Problem", "problem", "random_part", "random_rows", "registered"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +98,28 @@ def problem(op: str, shape: Shape, calls: int, *, pool_rows: int, seed: int = 0)
             return _attend(key, shape, calls, pool_rows)
         case KVStoreShape():
             return _kv_store(key, shape, calls, pool_rows)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def random_part(key: jax.Array, shape: tuple[int, ...], dtype: str, holds: Codes | Scales | None = None) -> jax.Array:
+    """Draws one part of a pool. Float32 parts (scales, state, rows) are positive."""
+    if dtype == "float32":
+        return jnp.abs(jax.random.normal(key, shape, jnp.float32))
+    bits = jax.random.bits(key, shape, dtype)
+    if isinstance(holds, Scales):  # ue8m0: 2^-9 to 2^-4
+        return bits % np.uint8(6) + np.uint8(118)
+    if dtype == "uint16":  # bf16 in +-[0.5, 1)
+        return (bits & np.uint16(0x807F)) | np.uint16(0x3F00)
+    # e4m3 without its NaNs; e2m1 has none.
+    return bits & np.uint8(0xF7) if dtype == "uint8" else bits
+
+
+def random_rows(key: jax.Array, fmt: RowFormat, rows: int) -> Rows:
+    """Draws the parts of a pool, [rows, width] each."""
+    keys = jax.random.split(key, len(fmt.parts))
+    return tuple(
+        random_part(k, (rows, part.width), part.dtype, part.holds) for k, part in zip(keys, fmt.parts, strict=True)
+    )
 
 
 def _pure(shared: Any, calls: list[Any], call: Callable[[Any, Any, Any], Any], tolerance: float) -> Problem:

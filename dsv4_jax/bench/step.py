@@ -33,9 +33,8 @@ from ..model.weights.stacking import stack_projections
 from ..ops.registry import Choice
 from ..plan import PackedPlan
 from ..sharding import stack_plans
-from .inputs import random_part
-from .step_timing import StepPart, against_floors, longest_kernels, timed
-from .timing import Ceilings
+from .ops import random_part
+from .timing import Ceilings, StepPart, against_floors, longest_kernels, timed
 
 __all__ = [
     "StepOptions",

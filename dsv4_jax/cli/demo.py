@@ -22,7 +22,7 @@ from .printing import Progress, present
 from .values import given_path, output_folder, picture_file, positive
 
 if TYPE_CHECKING:
-    from ..bench.accuracy import LayerAccuracy
+    from .demo_accuracy import LayerAccuracy
     from .demo_passes import Served
 
 __all__ = ["add_parser", "divergence", "exactness", "readable", "run", "say"]
@@ -53,7 +53,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..bench.accuracy import attention_accuracy
+    from .demo_accuracy import attention_accuracy
     from .demo_passes import fast_to_compile, keep, random_model, read_prompts, serve, without_cache
 
     refuse_same({"--text": args.text, "--json": args.json, "--plot": args.plot})

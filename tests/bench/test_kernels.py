@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dsv4_jax.bench.targets import TARGETS
 
 from dsv4_jax import CacheLayout, CacheSize, DSV4Config, init_cache
 from dsv4_jax.bench import records
 from dsv4_jax.bench.ops import Problem
-from dsv4_jax.bench.targets import TARGETS
 from dsv4_jax.records import block_record
 from dsv4_jax.tiers import record_copy
 

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dsv4_jax.bench.targets import judged, judged_model
 
 from dsv4_jax import model, ops
 from dsv4_jax.bench.model import bytes_needed, chosen_experts, launches, measure_model, model_config, model_floors
 from dsv4_jax.bench.step import StepOptions, cache_and_plan, cache_floors, random_cache
-from dsv4_jax.bench.targets import judged, judged_model
 from dsv4_jax.cli import bench_steps
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.errors import OptionError

@@ -8,11 +8,11 @@ import shutil
 import xml.etree.ElementTree
 
 import pytest
+from dsv4_jax.bench.render import Entry, latest, number, pages, percent
+from dsv4_jax.bench.sections import SECTIONS
 
 from dsv4_jax.bench import records
 from dsv4_jax.bench.records import TABLES, Measurement, check, load, new_record
-from dsv4_jax.bench.render import Entry, latest, number, pages, percent
-from dsv4_jax.bench.sections import SECTIONS
 from dsv4_jax.bench.shapes import OPS
 from dsv4_jax.cli import main
 from dsv4_jax.errors import OptionError

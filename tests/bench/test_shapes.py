@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from dsv4_jax.bench.targets import TARGETS, Target, verdict
 
 from dsv4_jax.bench.shapes import CASES, OPS, QUICK, CompressShape, select
-from dsv4_jax.bench.targets import TARGETS, Target, verdict
 from dsv4_jax.errors import OptionError
 from dsv4_jax.formats import index_format, kv_format
 

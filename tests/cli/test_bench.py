@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dsv4_jax.model.split import ALONE
+from dsv4_jax.bench.render import pages
 
 from dsv4_jax.bench import measure, records, timing
-from dsv4_jax.bench.render import pages
 from dsv4_jax.bench.shapes import QUICK
 from dsv4_jax.cli import main
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.weights.placement import device_specs
+from dsv4_jax.model.weights.split import ALONE
 
 from .test_cli import refused
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax import CacheLayout, DSV4Config, model
-from dsv4_jax.bench.accuracy import attention_accuracy
+from dsv4_jax.cli.demo_accuracy import attention_accuracy
 from dsv4_jax.config import AttentionType
 from dsv4_jax.model import uncached
 
