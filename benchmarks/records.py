@@ -30,7 +30,7 @@ class Table:
 
     Attributes:
         fields: name -> kind of value.
-        key: the names of the fields that identify a row: of two rows with the same key the one of the later record is shown.
+        key: names of the fields that identify a row: of two rows with the same key the later record's is shown.
     """
 
     fields: Mapping[str, Kind]
@@ -50,8 +50,9 @@ def _kind(annotation: str) -> Kind:
 
 TABLES: dict[str, Table] = {
     # Besides what `dsv4_jax.bench` measures: a setting tried beside the default (`tuning`: kept, not shown), targets
-    # (times, or shares of the copy ceiling), the best other system's time, and whether rows keep their bits in other batches.
-    # The timers here are "graph" (replays of a CUDA graph) and "chain" (what an executable takes more with one more).
+    # (times, or shares of the copy ceiling), the best other system's time, and whether rows keep their bits in other
+    # batches. The timers here are "graph" (replays of a CUDA graph) and "chain" (what an executable takes more with one
+    # more). A variant may also be "warm" (everything the kernel touches is in L2) or "8x4" (its tiles).
     "ops": Table(
         {f.name: _kind(str(f.type)) for f in dataclasses.fields(Measurement)}
         | _fields(
@@ -88,22 +89,7 @@ TABLES: dict[str, Table] = {
             flag="cache_in_place",
             parts="kinds floor_us kernels xla exchange_us",
         ),
-        (
-            *[
-                "model",
-                "layers",
-                "batch",
-                "context",
-                "chunk",
-                "loop",
-                "implementation",
-                "key_split",
-                "devices",
-                "tensor",
-                "drafts",
-                "exchange",
-            ],
-        ),
+        "model layers batch context chunk loop implementation key_split devices tensor drafts exchange",
     ),
     # Prompts continued by `dsv4-jax generate`, as it reports them; `bench_step_ms`: the step as `models` times it.
     "generate": Table(
