@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
-import sys
 
+import graphs
 import jax
 import jax.numpy as jnp
+import kernels
 import numpy as np
+import problems
 import pytest
-from dsv4_jax.bench.targets import TARGETS
+import records
+import torch_ops
+from targets import TARGETS
 
 from dsv4_jax import CacheLayout, CacheSize, DSV4Config, init_cache
-from dsv4_jax.bench import records
-from dsv4_jax.bench.ops import Problem
+from dsv4_jax.bench.ops import Problem, problem
+from dsv4_jax.bench.shapes import QUICK, GatherShape
+from dsv4_jax.formats import index_format, kv_format
 from dsv4_jax.records import block_record
 from dsv4_jax.tiers import record_copy
 
 from .. import native
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "benchmarks"))
-import graphs
-import kernels
-import problems
 
 
 def test_every_target_is_timed_and_names_are_unique() -> None:
@@ -103,6 +104,32 @@ def test_a_loop_gives_what_its_calls_give() -> None:
     assert len(results) == body.calls == 2
     for got, expected in zip(pools, want, strict=True):
         np.testing.assert_array_equal(got, expected)
+
+
+def test_batch_dependence_is_seen():
+    """A call whose rows depend on how many there are."""
+    inputs = problem("gather", GatherShape(64, kv_format("fp8", 512, 64)), 1, pool_rows=128)
+    dependent = dataclasses.replace(
+        inputs, apply=lambda shared, carry, ids, _: ((), jnp.full(ids.shape, np.float32(1) / len(ids)))
+    )
+    assert kernels.is_batch_invariant(inputs, "xla", 64)
+    assert not kernels.is_batch_invariant(dependent, "xla", 64)
+
+
+@pytest.mark.every_case  # torch is there on Python 3.11 alone
+@pytest.mark.parametrize("op", torch_ops.OPS)
+def test_torch_computes_the_same(monkeypatch, op):
+    """The baseline's functions, on the CPU (only their timing needs a GPU)."""
+    pytest.importorskip("torch")
+    monkeypatch.setattr(torch_ops, "DEVICE", "cpu")
+    shape = next(case for case in QUICK if case.op == op).make(2)
+    if op == "index_scores":
+        assert torch_ops.why_not(op) == "the backend is cpu"
+        shape = dataclasses.replace(shape, fmt=index_format("fp8", 128))
+    inputs = problem(op, shape, 1, pool_rows=256)
+    shared, call = (jax.tree.map(torch_ops._tensor, x) for x in (inputs.shared, inputs.calls[0]))
+    for got, want in zip(torch_ops._call(op, shape)(shared, call), kernels.outcome(inputs, "xla"), strict=True):
+        assert kernels.relative_error(got.float().numpy(), want.astype(np.float32)) < torch_ops.TOLERANCE
 
 
 def test_peers_times_are_found_by_shape(tmp_path: pathlib.Path) -> None:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dsv4_jax.bench.targets import judged, judged_model
+from targets import judged
 
 from dsv4_jax import model, ops
 from dsv4_jax.bench.model import bytes_needed, chosen_experts, launches, measure_model, model_config, model_floors
@@ -113,16 +113,16 @@ def test_numbers_that_are_not_finite_are_refused() -> None:
 
 @pytest.mark.parametrize(("over", "verdict"), [(1.3, "goal"), (1.6, "required"), (1.8, "missed")])
 def test_twelve_layers_of_flash_have_a_target(over: float, verdict: str) -> None:
-    row = {"model": "flash", "layers": 12, "batch": 64, "context": 8192, "over_floor": over}
-    assert judged_model(row)["verdict"] == verdict
-    assert "verdict" not in judged_model(row | {"layers": 11})
+    row = {"table": "models", "model": "flash", "layers": 12, "batch": 64, "context": 8192, "over_floor": over}
+    assert judged(row)["verdict"] == verdict
+    assert "verdict" not in judged(row | {"layers": 11})
 
 
 def test_a_step_with_drafts_is_judged_by_the_tokens_it_gives() -> None:
-    row = {"model": "flash", "layers": 43, "devices": 2, "batch": 1, "context": 8192, "drafts": 3, "step_ms": 7.2}
-    assert judged_model(row | {"token_ms": 4.0})["verdict"] == "required"
-    assert judged_model(row | {"token_ms": 4.3})["verdict"] == "missed"
-    assert "verdict" not in judged_model(row | {"token_ms": 4.0, "batch": 2})
+    row = {"table": "models", "model": "flash", "layers": 43, "devices": 2, "batch": 1, "context": 8192, "drafts": 3}
+    assert judged(row | {"token_ms": 4.0})["verdict"] == "required"
+    assert judged(row | {"token_ms": 4.3})["verdict"] == "missed"
+    assert "verdict" not in judged(row | {"token_ms": 4.0, "batch": 2})
 
 
 def arguments(**given) -> argparse.Namespace:
@@ -191,6 +191,6 @@ def test_floors_of_prefill_are_those_of_its_tokens() -> None:
     for part, each in zip(whole, zip(*tokens, strict=True), strict=True):
         assert part.flops == sum(token.flops for token in each), part.name
         assert each[-1].bytes <= part.bytes < sum(token.bytes for token in each), part.name
-    report = dict(model="flash", batch=1, context=8192, chunk=4096, over_floor=1.2)
+    report = dict(table="steps", model="flash", batch=1, context=8192, chunk=4096, over_floor=1.2)
     assert judged(report | {"step_ms": 76.0})["verdict"] == "required"
     assert "verdict" not in judged(report | {"step_ms": 76.0, "chunk": 2048})

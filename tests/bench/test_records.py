@@ -8,13 +8,13 @@ import shutil
 import xml.etree.ElementTree
 
 import pytest
-from dsv4_jax.bench.render import Entry, latest, number, pages, percent
-from dsv4_jax.bench.sections import SECTIONS
+from records import TABLES, check, load
+from render import Entry, latest, main, number, pages, percent
+from sections import SECTIONS
+from targets import elsewhere
 
-from dsv4_jax.bench import records
-from dsv4_jax.bench.records import TABLES, Measurement, check, load, new_record
+from dsv4_jax.bench.records import Measurement, commit, dumps, new_record
 from dsv4_jax.bench.shapes import OPS
-from dsv4_jax.cli import main
 from dsv4_jax.errors import OptionError
 
 FOLDER = pathlib.Path(__file__).parents[2] / "benchmarks"
@@ -27,7 +27,7 @@ def record(*rows: dict, **changes) -> dict:
 
 
 def test_the_page_is_what_the_records_give(capsys):
-    assert main(["bench", "--render", str(FOLDER), "--check"]) == 0, capsys.readouterr().err
+    assert main([str(FOLDER), "--check"]) == 0, capsys.readouterr().err
 
 
 def test_every_record_is_shown():
@@ -65,10 +65,10 @@ def test_what_is_no_record_says_why(changes, message):
 
 
 def test_a_record_of_today_is_one_to_keep(monkeypatch):
-    records.commit.cache_clear()
+    commit.cache_clear()
     monkeypatch.setenv("DSV4_COMMIT", "abcdef0")
     made = new_record([ROW], device="H", command="bench", software={"jax": "0"}, ceilings={"copy_gb_per_s": 1.5})
-    records.commit.cache_clear()
+    commit.cache_clear()
     assert check(json.loads(json.dumps(made)))["commit"] == "abcdef0" and made["rows"] == [ROW]
 
 
@@ -79,13 +79,23 @@ def test_targets_and_peers_are_those_of_an_h200():
     fact = {"table": "facts", "verdict": "required"}
 
     def kept(device: str) -> list[dict]:
-        rows = (judged, share, step, fact)
-        return new_record(rows, device=device, command="bench", software={}, ceilings={})["rows"]
+        return [elsewhere(row, device) for row in (judged, share, step, fact)]
 
     assert kept("2 x NVIDIA H200") == [judged, share, step, fact]
     none = dict.fromkeys(("required_us", "goal_us", "peer_us", "verdict"))
-    elsewhere = [judged | none, share | {"peer_us": None}, step | {"required_ms": None, "verdict": None}, fact]
-    assert kept("NVIDIA H100 80GB HBM3") == elsewhere
+    left = [judged | none, share | {"peer_us": None}, step | {"required_ms": None, "verdict": None}, fact]
+    assert kept("NVIDIA H100 80GB HBM3") == left
+
+
+def test_rows_of_the_command_are_judged_where_they_are_shown(tmp_path):
+    """`dsv4-jax bench` knows of no targets: they are put to its rows, and to no others, and no file gets them."""
+    row = ROW | {"timer": "profiler", "kernel_us": 3.25, "bytes": 10**6}
+    (tmp_path / "records").mkdir()
+    for command, judged in (("dsv4-jax bench top_k", True), ("python peer.py", False)):
+        (tmp_path / "records" / "x.json").write_text(dumps(record(row, device="NVIDIA H200", command=command)))
+        assert main([str(tmp_path)]) == 0
+        assert ("| 4.5 / 3 | met |" in (tmp_path / "RESULTS.md").read_text()) is judged
+        assert load(tmp_path / "records")["x.json"]["rows"] == [row]
 
 
 def test_the_last_measurement_counts():
@@ -107,12 +117,12 @@ def test_a_new_record_changes_its_lines_alone(tmp_path, capsys):
     """A record dropped into the folder is enough; devices are not mixed."""
     shutil.copytree(FOLDER, tmp_path / "benchmarks", ignore=shutil.ignore_patterns("*.py", "*.cu"))
     folder = tmp_path / "benchmarks"
-    assert main(["bench", "--render", str(folder)]) == 0
+    assert main([str(folder)]) == 0
     row = ROW | {"kernel_us": 2.125, "required_us": 4.5, "peer_us": 3.09, "verdict": "required"}
     new = record(date="2030-01-01", device="NVIDIA H200") | {"rows": [row]}
     (folder / "records" / "2030-01-01-x.json").write_text(json.dumps(new))
     before = (folder / "RESULTS.md").read_text().splitlines()
-    assert main(["bench", "--render", str(folder)]) == 0
+    assert main([str(folder)]) == 0
     after = (folder / "RESULTS.md").read_text().splitlines()
     assert [line for line in after if line not in before] == [
         "| flash-8k | 1 | 2.12 |  | 3.09 | 0.69 |  |  | 4.5 | met |",
@@ -158,9 +168,7 @@ def test_the_first_page_says_how_fast_models_run(tmp_path, capsys):
     chunk = {name: chunk[name] for name in (*TABLES["steps"].fields, "table") if name in chunk}
     made = record(device="NVIDIA H200") | {"rows": [model, slow, drafts, few, chunk, kernel]}
     (tmp_path / "records" / "x.json").write_text(json.dumps(made))
-    assert (
-        main(["bench", "--render", str(tmp_path)]) == 0 and main(["bench", "--render", str(tmp_path), "--check"]) == 0
-    )
+    assert main([str(tmp_path)]) == 0 and main([str(tmp_path), "--check"]) == 0
     page, picture = (tmp_path / "README.md").read_text(), (tmp_path / "whole_models.svg").read_text()
     assert "| V4-Flash | 2 (experts split) | 64 | 128 Ki | 20.00 | 3,200 | 1.25x |" in page
     assert "| V4-Flash | 2 (experts split) | 64, 1 draft (1) | 128 Ki | 24.00 | 4,000 | 1.25x |" in page
@@ -173,18 +181,17 @@ def test_the_first_page_says_how_fast_models_run(tmp_path, capsys):
     assert (tmp_path / "RESULTS.md").read_text().count("3,200") == 1
     (tmp_path / "README.md").write_text(page.replace("3,200", "6,400"))
     capsys.readouterr()
-    assert main(["bench", "--render", str(tmp_path), "--check"]) == 1
+    assert main([str(tmp_path), "--check"]) == 1
     assert "README.md is not what" in capsys.readouterr().err
 
 
 def test_render_refuses(tmp_path, capsys):
-    assert main(["bench", "--render", str(tmp_path)]) == 2 and "there are no records in" in capsys.readouterr().err
+    assert main([str(tmp_path)]) == 2 and "there are no records in" in capsys.readouterr().err
     (tmp_path / "records").mkdir()
     (tmp_path / "records" / "x.json").write_text("{")
-    assert main(["bench", "--render", str(tmp_path)]) == 2 and "x.json" in capsys.readouterr().err
+    assert main([str(tmp_path)]) == 2 and "x.json" in capsys.readouterr().err
     (tmp_path / "records" / "x.json").write_text(json.dumps(record({"table": "swap"})))
-    assert main(["bench", "--render", str(tmp_path)]) == 2 and "has a row without" in capsys.readouterr().err
-    assert main(["bench", "--check"]) == 2 and "--check: goes with --render" in capsys.readouterr().err
+    assert main([str(tmp_path)]) == 2 and "has a row without" in capsys.readouterr().err
 
 
 def test_numbers():

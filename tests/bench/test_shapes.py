@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from dsv4_jax.bench.targets import TARGETS, Target, verdict
+from targets import TARGETS, judged, verdict
 
 from dsv4_jax.bench.shapes import CASES, OPS, QUICK, CompressShape, select
 from dsv4_jax.errors import OptionError
@@ -100,5 +100,7 @@ def test_verdict():
     assert [verdict(us, 15, 13) for us in (12, 13, 14, 15, 16)] == ["goal", "goal", "required", "required", "missed"]
     assert verdict(None, 15, 13) is None and verdict(5, None, None) is None
     assert verdict(5, None, 4) == "missed" and verdict(5, 6, None) == "required"
-    required, goal = Target(required_of_copy=0.5, goal_of_copy=0.8).limits(4_000_000, 4e12)
-    assert (required, goal) == (pytest.approx(2.0), pytest.approx(1.25))
+    row = {"table": "ops", "op": "kv_store", "shape": "fp8", "batch": 65536, "bytes": 4_000_000, "us": 1.2}
+    made = judged(row, 4e12)
+    assert (made["required_us"], made["goal_us"]) == (pytest.approx(1.25), pytest.approx(1 / 0.9))
+    assert made["verdict"] == "required" and "verdict" not in judged(row)

@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dsv4_jax.bench.render import pages
+import records
+from render import pages
 
-from dsv4_jax.bench import measure, records, timing
+from dsv4_jax.bench import measure, timing
+from dsv4_jax.bench.records import Measurement
 from dsv4_jax.bench.shapes import QUICK
 from dsv4_jax.cli import main
 from dsv4_jax.config import DSV4Config
@@ -22,7 +24,7 @@ from dsv4_jax.model.weights.split import ALONE
 
 from .test_cli import refused
 
-RATIOS = ("floor_us", "of_floor", "of_copy", "of_matmul", "required_us", "goal_us", "verdict")
+RATIOS = ("floor_us", "of_floor", "of_copy", "of_matmul")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -76,7 +78,7 @@ def test_two_ops_to_json(capsys):
     assert [(r["op"], r["implementation"]) for r in found] == [
         (op, name) for op in ("gather", "index_scores") for name in ("pallas", "xla")
     ]
-    fields = {field.name for field in dataclasses.fields(records.Measurement)}
+    fields = {field.name for field in dataclasses.fields(Measurement)}
     assert all(set(r) == fields | {"table"} and r["table"] == "ops" for r in found)
     assert records.check(report | {"quick": False, "commit": "0123abc"})["rows"] == found
     assert {r["problem"] for r in found if r["implementation"] == "pallas"} == {"the backend is cpu"}
@@ -184,7 +186,7 @@ def test_step(capsys, tmp_path):
 
 @pytest.mark.slow
 def test_a_step_on_a_gpu_has_a_floor(capsys, a_gpu, monkeypatch):
-    monkeypatch.setattr("dsv4_jax.bench.step_timing.profiled", lambda call, keep: {})
+    monkeypatch.setattr("dsv4_jax.bench.timing.profiled", lambda call, keep: {})
     argv = ["bench", "step", "--model", "tiny", "--layers", "1", "--batch", "1", "--context", "200", "--steps", "2"]
     assert main([*argv, "--implementations", "xla", "--json"]) == 0
     (step,) = json.loads(capsys.readouterr().out)["rows"]
@@ -210,7 +212,7 @@ def test_whole_layers(capsys, tmp_path, without_weights):
 
 @pytest.mark.slow
 def test_whole_layers_on_a_gpu_have_a_floor(capsys, a_gpu, monkeypatch, tmp_path, without_weights):
-    monkeypatch.setattr("dsv4_jax.bench.step_timing.profiled", lambda call, keep: {})
+    monkeypatch.setattr("dsv4_jax.bench.timing.profiled", lambda call, keep: {})
     argv = ["bench", "model", "--model", "tiny", "--layers", "1", "--batch", "2", "--context", "200", "--steps", "2"]
     assert main([*argv, "--implementations", "xla", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -253,9 +255,7 @@ def test_refusals(capsys, tmp_path, monkeypatch):
     refused(capsys, ["bench", "gather", "--quick", "--layers", "3"], "--layers", "name `step`")
     refused(capsys, ["bench", "step", "--quick", "--layers", "9"], "--layers", "tiny has 4")
     refused(capsys, ["bench", "step", "--quick", "--implementations", "torch"], "--implementations", "a step runs")
-    refused(capsys, ["bench", "--render", "--json"], "--json", "--render measures nothing")
-    refused(capsys, ["bench", "--render", tmp_path], "--render", "no records")
-    refused(capsys, ["bench", "--check"], "--check", "--render")
+    refused(capsys, ["bench", "--render", "--check"], "--render", "python benchmarks/render.py")
     refused(capsys, ["bench", "gather", "--quick", "--json", tmp_path / "none" / "x.json"], "there is no folder")
     refused(capsys, ["bench", "gather", "--quick", "--plot", tmp_path], "is a directory")
     real = builtins.__import__
@@ -272,7 +272,7 @@ def test_refusals(capsys, tmp_path, monkeypatch):
 
 @pytest.mark.gpu
 def test_kernel_times_on_a_gpu(capsys):
-    assert main(["bench", "gather", "top_k", "index_scores", "--quick", "--invariance", "--json"]) == 0
+    assert main(["bench", "gather", "top_k", "index_scores", "--quick", "--json"]) == 0
     found = [r for r in json.loads(capsys.readouterr().out)["rows"] if r["problem"] is None]
     assert {r["op"] for r in found} == {"gather", "top_k", "index_scores"}
     for r in found:

@@ -89,10 +89,8 @@ def no_work(monkeypatch, tmp_path):
     monkeypatch.setattr(native_build, "build", lambda *_, **__: [])
     monkeypatch.setattr(measure, "measure", lambda *_, **__: [])
     monkeypatch.setattr("dsv4_jax.bench.step.measure_step", lambda options, ceilings: {"model": "tiny"})
-    monkeypatch.setattr("dsv4_jax.bench.targets.judged", lambda report: report)
     monkeypatch.setattr(model, "init_params", lambda *_, **__: {})
     monkeypatch.setattr("dsv4_jax.bench.model.measure_model", lambda options, params, ceilings: {"model": "tiny"})
-    monkeypatch.setattr("dsv4_jax.bench.targets.judged_model", lambda report: report)
     monkeypatch.setattr("dsv4_jax.cli.generate.load", lambda *_, **__: (CHECKPOINT, {}))
     monkeypatch.setattr(model, "generate", draw_one)
     monkeypatch.setattr("dsv4_jax.cli.logits.feed", lambda *_: (np.zeros((3, 4), np.float32), 1))
@@ -131,7 +129,7 @@ def test_odd_values(command, option, place, monkeypatch):
     base, names = complete(command, place), [option, {"what": "OP"}.get(option, option.upper())]
     if option in ("trace", "what"):
         base = base[1:]
-    if option in ("--render", "--check", "--shapes", "--invariance", "--plot"):
+    if option in ("--shapes", "--plot"):
         base = base[: command == "simulate" or -2]
     if command in ("plan", "simulate"):
         names.append("--hbm")  # it is too small for what the option asks for
@@ -201,9 +199,6 @@ def test_odd_files(kind, place, tmp_path):
     (weights / "config.json").write_bytes((place / "checkpoint" / "config.json").read_bytes())
     if kind not in ("loop", "in a file"):
         ODD_FILES[kind](weights / "model.safetensors")
-    (results := tmp_path / "results" / "records").mkdir(parents=True)
-    if kind != "in a file":
-        ODD_FILES[kind](results / "x.json")
     tokens, out = str(place / "t.npy"), ["--out", "out.npy"]
     for option, argv in (
         ("--model", ["plan", "--hbm", "1GiB", "--requests", "4", "--model", str(path)]),
@@ -215,14 +210,12 @@ def test_odd_files(kind, place, tmp_path):
         ("--checkpoint", ["logits", "--checkpoint", str(path), "--tokens", tokens, *out]),
         ("--checkpoint", ["logits", "--checkpoint", str(folder), "--tokens", tokens, *out]),
         ("--checkpoint", ["logits", "--checkpoint", str(weights), "--tokens", tokens, *out]),
-        ("--render", ["bench", "--render", str(path)]),
-        ("--render", ["bench", "--render", str(results.parent)]),
         ("--nvcc", ["build", "--nvcc", str(path)]),
     ):
         status, _, err = outcome(argv)
         assert status == 2, (argv, err)
         check(argv, option)
-    assert not (tmp_path / "out.npy").exists() and not (results.parent / "RESULTS.md").exists()
+    assert not (tmp_path / "out.npy").exists()
 
 
 # What all commands do

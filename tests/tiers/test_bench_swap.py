@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import json
 import pathlib
-import sys
 
+import bench_swap
 import pytest
-
-from dsv4_jax.bench import records
+import records
 
 from .. import native
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "benchmarks"))
-import bench_swap
 
 
 @pytest.mark.slow
