@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv4_jax import ops
-from dsv4_jax.bench.ops import Problem, problem
+from dsv4_jax.bench.ops import Problem, problem, pure
 from dsv4_jax.bench.shapes import CASES, QUICK, AttendShape, ScoreShape, Shape, TopKShape, select
 from dsv4_jax.formats.index_fp4 import round_trip
 from dsv4_jax.formats.weights import WEIGHT_FORMATS
@@ -62,18 +62,6 @@ class Kernel:
     parts: tuple[tuple[str, str], ...] = ()
     implementation: str = "cuda"
     registered: str | None = None
-
-
-def pure(shared: Any, calls: list[Any], call: Callable[[Any, Any, Any], Any], tolerance: float) -> Problem:
-    """Makes a problem of calls that overwrite nothing; their result is what is compared."""
-    return Problem(
-        shared,
-        tuple,
-        calls,
-        lambda shared, carry, args, name: (carry, call(shared, args, name)),
-        lambda carry, out, args: out,
-        tolerance,
-    )
 
 
 def random_calls(calls: int, make: Callable[[jax.Array], Any], seed: int = 0) -> list[Any]:

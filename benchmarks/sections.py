@@ -35,6 +35,8 @@ here measure the rest; `--help` of each says what and how, `--json FILE` writes 
 | `bench_swap.py`, `bench_store.py`, `bench_transport.py` | blocks to host memory, to a disk, from another host |
 | `bench_manager.py`, `bench_policies.py` | the manager's own time; what eviction policies find on traces |
 | `timeline.py`, `compile_step.py`, `beside.py` | when kernels of a step run; what XLA makes of a step |
+| `torch_ops.py` | the ops in plain torch, as a baseline |
+| `render.py` | this page, from records |
 | `on_gpu.sh`, `on_gpu_wheel.sh`, `on_two_gpus.sh` | all of it in order of worth |
 """
 DETAIL = """\

@@ -145,7 +145,7 @@ def judged(row: Mapping[str, Any], copy: float | None = None) -> dict[str, Any]:
                 return _judged(row, _PREFILLS.get((*shape, row["chunk"])) if "over_floor" in row else None, "step_ms")
             return _judged(row, _STEPS.get(shape), "over_floor")
         case "models":
-            place = tuple(row.get(name) for name in ("model", "layers", "devices", "batch", "context"))
+            place: Any = tuple(row.get(name) for name in ("model", "layers", "devices", "batch", "context"))
             if row.get("drafts"):
                 return _judged(row, _DRAFTS.get(place), "token_ms")
             if place in _MESHES:
@@ -166,7 +166,7 @@ def _judged_op(row: Mapping[str, Any], copy: float | None) -> dict[str, Any]:
 
     required, goal = us("required"), us("goal")
     time = row["kernel_us"] if row.get("kernel_us") is not None else row.get("us")
-    found = shares | {"required_us": required, "goal_us": goal, "peer_us": target.peer}
+    found: dict[str, Any] = shares | {"required_us": required, "goal_us": goal, "peer_us": target.peer}
     found["verdict"] = verdict(time, required, goal)
     return dict(row) | {name: value for name, value in found.items() if value is not None}
 

@@ -1,24 +1,29 @@
 """The ops in plain torch, as a baseline: gathers, products and softmax as anyone would write them, in CUDA graphs.
 
-Optional: only where torch with CUDA is importable.
+    python benchmarks/torch_ops.py [OP ...] [--shapes TEXT] [--json FILE]       needs torch with CUDA, and a GPU for jax
+
+Operands are those of `dsv4-jax bench`, and so is what results are compared with. Fails if one is wrong.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from harness import Recorder, jax_device, parser
 
-from dsv4_jax.bench.ops import Problem
-from dsv4_jax.bench.shapes import AttendShape, GatherShape, ScoreShape, Shape, TopKShape
-from dsv4_jax.bench.timing import L2_FLUSH
+from dsv4_jax.bench.measure import one_line, outcome, relative_error
+from dsv4_jax.bench.ops import Problem, problem
+from dsv4_jax.bench.shapes import CASES, AttendShape, GatherShape, ScoreShape, Shape, TopKShape, select
+from dsv4_jax.bench.timing import L2_FLUSH, call_count
 from dsv4_jax.errors import OptionError
 from dsv4_jax.formats import Codes, RowFormat, Scales
 
-__all__ = ["OPS", "TOLERANCE", "measure", "why_not"]
+__all__ = ["OPS", "TOLERANCE", "main", "measure", "why_not"]
 
 DEVICE = "cuda"
 TOLERANCE = 2e-2  # relative error: products come out of torch rounded to bf16
@@ -121,3 +126,36 @@ def _call(op: str, shape: Shape) -> Callable[[Any, Any], tuple[Any, ...]]:
 
             return attend
     raise OptionError(f"no torch version of {op} for this row format")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; 1 if a result was wrong, or there is no torch."""
+    command = parser(__doc__)
+    command.add_argument("ops", nargs="*", metavar="OP", default=list(OPS), help=f"{', '.join(OPS)} (default: all)")
+    command.add_argument("--shapes", metavar="TEXT", help="only shapes whose op/name holds this")
+    args = command.parse_args(argv)
+    if problems := [f"{op}: {why}" for op in args.ops if (why := why_not(op))]:
+        print("; ".join(problems))
+        return 1
+    recorder, wrong = Recorder(args.json, **jax_device()), 0
+    for case, batch in select(CASES, args.ops, name=args.shapes):
+        shape = case.make(batch)
+        inputs = problem(case.op, shape, call_count(shape.bytes_moved), pool_rows=1 << 20)
+        try:
+            us, got = measure(case.op, shape, inputs, repeats=12)
+        except (OptionError, RuntimeError) as error:  # no such row format; memory
+            print(f"{case.op} {case.name}, {batch}: {one_line(error)}", flush=True)
+            continue
+        error = max(relative_error(a[: len(b)], b) for a, b in zip(got, outcome(inputs, "xla"), strict=True))
+        correct = error <= TOLERANCE
+        how: dict[str, Any] = dict(implementation="torch", timer="graph", bytes=shape.bytes_moved, flops=shape.flops)
+        recorder.op(case.op, case.name, batch, us, **how, relative_error=error, correct=correct)
+        print(
+            f"{case.op} {case.name}, {batch}: {us:.2f} us, error {error:.1e}{'' if correct else ' WRONG'}", flush=True
+        )
+        wrong += not correct
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

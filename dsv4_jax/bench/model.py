@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import math
 import re
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -26,7 +25,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..cache import KVCache
 from ..config import DSV4Config
-from ..errors import OptionError
 from ..layout import CacheLayout, CacheSize
 from ..model.attention import attention
 from ..model.draft_steps import draft_loop, draft_step
@@ -44,7 +42,7 @@ from ..ops.hyper_connection import Written
 from ..ops.registry import Choice
 from ..plan import PackedPlan
 from ..sharding import cache_sharding, shard_step
-from .step import StepOptions, cache_and_plan, cache_floors, cache_shape, random_cache
+from .step import StepOptions, cache_and_plan, cache_floors, cache_shape, compile_step, random_cache
 from .timing import Ceilings, StepPart, against_floors, longest_kernels, timed
 
 __all__ = [
@@ -155,35 +153,17 @@ def _measured(
         out = jnp.zeros(first.shape, first.dtype)
         return jax.lax.fori_loop(0, options.loop, lambda _, carry: step(params, carry[1], plan, tokens), (out, cache))
 
-    start = time.perf_counter()
-    xla = GPU_DECODE_OPTIONS | dict(options.xla)
-    jitted = jitted_over(mesh, call, xla, peers)
-    compiled = jitted.lower(params, cache, plan, tokens).compile()
-    compile_s = time.perf_counter() - start
-    memory, text = compiled.memory_analysis(), compiled.as_text() or ""
-    if memory is None:
-        raise OptionError("the compiler does not say what memory the step takes")
-    kinds = collections.Counter(kind.name for kind in cfg.layer_types)
-    report: dict[str, Any] = dict(
-        model=options.model,
-        layers=cfg.num_layers,
-        kinds=dict(kinds),
-        batch=options.batch,
-        context=options.context,
-        chunk=options.chunk if options.chunk > 1 else None,
-        loop=options.loop,
-        implementation=options.implementation or "default",
-        key_split=options.key_split,
-        xla=xla,
+    jitted = jitted_over(mesh, call, GPU_DECODE_OPTIONS | dict(options.xla), peers)
+    compiled, report = compile_step(options, cfg, jitted, (params, cache, plan, tokens))
+    report |= dict(
+        kinds=dict(collections.Counter(kind.name for kind in cfg.layer_types)),
         devices=split.devices,
         tensor=split.tensor,
         drafts=options.drafts or None,
-        compile_s=compile_s,
         weights_gb=device_bytes(cfg, split=split, mtp=options.drafts > 0) / 1e9,
         cache_gb=layout.total_bytes(size) / 1e9,
-        cache_in_place=memory.alias_size_in_bytes == layout.total_bytes(size),
-        temp_mb=memory.temp_size_in_bytes / 1e6,
-        launches=launches(text),
+        cache_in_place=report.pop("aliased") == layout.total_bytes(size),
+        launches=launches(compiled.as_text() or ""),
     )
 
     def run() -> jax.Array:

@@ -16,23 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .. import ops
 from ..config import DSV4Config
 from ..formats import Codes, RowFormat, Scales, codec
 from ..layout import CacheLayout
 from ..manager import StepSequence, build_plan, shape_for
-from ..ops import (
-    CompressorGeometry,
-    CompressorInputs,
-    Epilogue,
-    WindowView,
-    append,
-    attend,
-    compress_csa,
-    compress_hca,
-    gather_rows,
-    index_scores,
-)
-from ..ops import top_k as top_k_op
 from ..ops.append import Rows, load
 from ..ops.numerics import inv_frequencies
 from ..ops.registry import OPS, Op
@@ -51,7 +39,7 @@ from .shapes import (
     TopKShape,
 )
 
-__all__ = ["Problem", "problem", "random_part", "random_rows", "registered"]
+__all__ = ["Problem", "problem", "pure", "random_part", "random_rows", "registered"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,21 +71,7 @@ def registered(op: str) -> Op:
 def problem(op: str, shape: Shape, calls: int, *, pool_rows: int, seed: int = 0) -> Problem:
     """Makes `calls` calls of `op`. `pool_rows`: at least so many stored rows to read from."""
     key = jax.random.key(seed)
-    match shape:
-        case AppendShape():
-            return _append(key, shape, calls, pool_rows)
-        case CompressShape():
-            return _compress(key, shape, calls)
-        case GatherShape():
-            return _gather(key, shape, calls, pool_rows)
-        case ScoreShape():
-            return _index_scores(key, shape, calls, pool_rows)
-        case TopKShape():
-            return _top_k(key, shape, calls)
-        case AttendShape():
-            return _attend(key, shape, calls, pool_rows)
-        case KVStoreShape():
-            return _kv_store(key, shape, calls, pool_rows)
+    return _MAKERS[type(shape)](key, shape, calls, pool_rows)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -122,8 +96,8 @@ def random_rows(key: jax.Array, fmt: RowFormat, rows: int) -> Rows:
     )
 
 
-def _pure(shared: Any, calls: list[Any], call: Callable[[Any, Any, Any], Any], tolerance: float) -> Problem:
-    """Makes a problem whose result is what the call returns."""
+def pure(shared: Any, calls: list[Any], call: Callable[[Any, Any, Any], Any], tolerance: float) -> Problem:
+    """Makes a problem of calls that overwrite nothing; `call`'s result is what is compared."""
     return Problem(
         shared,
         tuple,
@@ -144,11 +118,11 @@ def _distinct_rows(rows: int, calls: int, tokens: int) -> np.ndarray:
     return np.random.default_rng(0).permutation(rows)[: calls * tokens].reshape(calls, tokens).astype(np.int32)
 
 
-def _finish(width: int, rope_dim: int, *, compressed: bool, hadamard: bool = False) -> Epilogue:
+def _finish(width: int, rope_dim: int, *, compressed: bool, hadamard: bool = False) -> ops.Epilogue:
     cfg = DSV4Config.flash()
     theta, yarn = (cfg.compress_rope_theta, cfg.yarn) if compressed else (cfg.rope_theta, None)
     norm = jnp.linspace(0.5, 1.5, width, dtype=jnp.float32)
-    return Epilogue(norm, jnp.asarray(inv_frequencies(rope_dim, theta, yarn)), cfg.rms_norm_eps, hadamard)
+    return ops.Epilogue(norm, jnp.asarray(inv_frequencies(rope_dim, theta, yarn)), cfg.rms_norm_eps, hadamard)
 
 
 def _append(key: jax.Array, shape: AppendShape, calls: int, pool_rows: int) -> Problem:
@@ -168,7 +142,7 @@ def _append(key: jax.Array, shape: AppendShape, calls: int, pool_rows: int) -> P
         values, position, own = call
         position = position if shape.fused else None
         options: dict[str, Any] = dict(fmt=fmt, epilogue=epilogue, position=position)
-        return append(pool, values, own, **options, implementation=implementation), None
+        return ops.append(pool, values, own, **options, implementation=implementation), None
 
     def result(pool: Any, _: None, call: Any) -> jax.Array:
         return codec(fmt).decode(fmt, load(pool, call[2]), jnp.float32)
@@ -176,7 +150,7 @@ def _append(key: jax.Array, shape: AppendShape, calls: int, pool_rows: int) -> P
     return Problem(epilogue, lambda: random_rows(key, fmt, rows), args, apply, result, 1e-2)
 
 
-def _compress(key: jax.Array, shape: CompressShape, calls: int) -> Problem:
+def _compress(key: jax.Array, shape: CompressShape, calls: int, _: int) -> Problem:
     """Every call feeds slots of its own. A decode step stands at the last token of 8 Ki."""
     cfg = DSV4Config.flash()
     layout = CacheLayout(cfg, hca_state="raw" if shape.kind == "hca_raw" else "online")
@@ -189,7 +163,7 @@ def _compress(key: jax.Array, shape: CompressShape, calls: int) -> Problem:
     table = (np.arange(slots)[:, None] - 1) * own_blocks + 1 + np.arange(columns)[None] % own_blocks
     table[0] = 0
     units = (slots - 1) * own_blocks + 1
-    geometries = [CompressorGeometry(ratio, 0, slots, s.ring, 0, per_block, s.fmt) for s in compressors]
+    geometries = [ops.CompressorGeometry(ratio, 0, slots, s.ring, 0, per_block, s.fmt) for s in compressors]
     epilogues = [
         _finish(s.fmt.dim, s.fmt.rope_dim or cfg.rope_dim, compressed=True, hadamard=s.kind == "index")
         for s in compressors
@@ -217,13 +191,13 @@ def _compress(key: jax.Array, shape: CompressShape, calls: int) -> Problem:
         epilogues, table = shared
         plan, inputs, *_ = call
         fed = [
-            CompressorInputs(state, pool, kv, score, epilogue, geometry)
+            ops.CompressorInputs(state, pool, kv, score, epilogue, geometry)
             for (state, pool), (kv, score), epilogue, geometry in zip(carry, inputs, epilogues, geometries, strict=True)
         ]
         if ratio == cfg.csa_ratio:
-            return compress_csa(fed, plan, table, implementation=implementation), None
+            return ops.compress_csa(fed, plan, table, implementation=implementation), None
         mode = layout.hca_state
-        return [compress_hca(fed[0], plan, table, mode=mode, implementation=implementation)], None
+        return [ops.compress_hca(fed[0], plan, table, mode=mode, implementation=implementation)], None
 
     def result(carry: Any, _: None, call: Any) -> Any:
         emitted, ring = call[-2:]
@@ -245,8 +219,8 @@ def _compress(key: jax.Array, shape: CompressShape, calls: int) -> Problem:
 def _gather(key: jax.Array, shape: GatherShape, calls: int, pool_rows: int) -> Problem:
     fmt, rows = shape.fmt, max(pool_rows, shape.rows)
     args = _draw(key, calls, lambda k: jax.random.randint(k, (shape.rows,), 0, rows, jnp.int32))
-    call = lambda pool, ids, name: gather_rows(pool, ids, fmt=fmt, implementation=name)  # noqa: E731
-    return _pure(random_rows(key, fmt, rows), args, call, 0.0)
+    call = lambda pool, ids, name: ops.gather_rows(pool, ids, fmt=fmt, implementation=name)  # noqa: E731
+    return pure(random_rows(key, fmt, rows), args, call, 0.0)
 
 
 def _index_scores(key: jax.Array, shape: ScoreShape, calls: int, pool_rows: int) -> Problem:
@@ -271,21 +245,21 @@ def _index_scores(key: jax.Array, shape: ScoreShape, calls: int, pool_rows: int)
     ]
 
     def call(pool: Any, args: Any, name: Any) -> jax.Array:
-        return index_scores(pool, *args, base=0, rows_per_block=per_block, fmt=fmt, implementation=name)
+        return ops.index_scores(pool, *args, base=0, rows_per_block=per_block, fmt=fmt, implementation=name)
 
-    return _pure(random_rows(key, fmt, blocks * per_block), args, call, 1e-2)
+    return pure(random_rows(key, fmt, blocks * per_block), args, call, 1e-2)
 
 
-def _top_k(key: jax.Array, shape: TopKShape, calls: int) -> Problem:
+def _top_k(key: jax.Array, shape: TopKShape, calls: int, _: int) -> Problem:
     count = jnp.full(shape.tokens, shape.entries, jnp.int32)
     args = _draw(key, calls, lambda k: jax.random.normal(k, (shape.tokens, shape.entries), jnp.float32))
 
     def call(_: Any, args: Any, name: Any) -> jax.Array:
         if name == "lax.top_k":
             return jax.lax.top_k(args[0], shape.k)[1]
-        return top_k_op(*args, k=shape.k, implementation=name)[0]
+        return ops.top_k(*args, k=shape.k, implementation=name)[0]
 
-    return _pure((), [(scores, count) for scores in args], call, 0.0)
+    return pure((), [(scores, count) for scores in args], call, 0.0)
 
 
 def _attend(key: jax.Array, shape: AttendShape, calls: int, pool_rows: int) -> Problem:
@@ -303,16 +277,16 @@ def _attend(key: jax.Array, shape: AttendShape, calls: int, pool_rows: int) -> P
             jnp.full(tokens, shape.entries, jnp.int32),
         )
 
-    op = functools.partial(attend, scale=fmt.dim**-0.5, fmt=fmt, key_split=shape.key_split)
+    op = functools.partial(ops.attend, scale=fmt.dim**-0.5, fmt=fmt, key_split=shape.key_split)
 
     def call(shared: Any, args: Any, name: Any) -> tuple[jax.Array, jax.Array]:
         pool, sink = shared
         queries, ids, visible, *entries = args
         rest = (pool, *entries) if shape.entries else (None, None, None)
-        return op(queries, sink, WindowView(pool, ids, visible), *rest, implementation=name)
+        return op(queries, sink, ops.WindowView(pool, ids, visible), *rest, implementation=name)
 
     shared = random_rows(key, fmt, rows), jax.random.normal(key, (heads,), jnp.float32)
-    return _pure(shared, _draw(key, calls, make), call, 3e-3)
+    return pure(shared, _draw(key, calls, make), call, 3e-3)
 
 
 def _kv_store(key: jax.Array, shape: KVStoreShape, calls: int, pool_rows: int) -> Problem:
@@ -337,3 +311,14 @@ def _kv_store(key: jax.Array, shape: KVStoreShape, calls: int, pool_rows: int) -
 
     args = [(*call, jnp.asarray(own)) for call, own in zip(_draw(key, calls, make), ids, strict=True)]
     return Problem((), carry, args, apply, result, 0.0)
+
+
+_MAKERS: dict[type[Shape], Callable[..., Problem]] = {
+    AppendShape: _append,
+    CompressShape: _compress,
+    GatherShape: _gather,
+    ScoreShape: _index_scores,
+    TopKShape: _top_k,
+    AttendShape: _attend,
+    KVStoreShape: _kv_store,
+}

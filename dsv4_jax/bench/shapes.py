@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal
 
 from ..errors import OptionError
 from ..formats import RowFormat, index_format, kv_format
@@ -43,8 +43,21 @@ INDEX_FP4, INDEX_FP8 = index_format("fp4", INDEX_DIM), index_format("fp8", INDEX
 BF16, F32, ID = 2, 4, 4  # bytes
 
 
+class Shape:
+    """What an op is called with: how much it moves and multiplies at least."""
+
+    @property
+    def bytes_moved(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def flops(self) -> int:
+        """Ops that only move rows have none."""
+        return 0
+
+
 @dataclasses.dataclass(frozen=True)
-class AppendShape:
+class AppendShape(Shape):
     """`tokens` rows into a pool; `fused`: from raw bf16 rows (norm and RoPE included), else from finished ones."""
 
     tokens: int
@@ -55,13 +68,9 @@ class AppendShape:
     def bytes_moved(self) -> int:
         return self.tokens * (self.fmt.dim * BF16 + ID + self.fmt.row_bytes)
 
-    @property
-    def flops(self) -> int:
-        return 0
-
 
 @dataclasses.dataclass(frozen=True)
-class CompressShape:
+class CompressShape(Shape):
     """A compressor fed with `rows` requests of `length` tokens each, every request completing its last entry.
 
     length 1 is a decode step in which all requests flush; a longer one starts at position 0 (prefill).
@@ -123,13 +132,9 @@ class CompressShape:
             read = older[self.kind]
         return self.rows * (fed + read + written + entries)
 
-    @property
-    def flops(self) -> int:
-        return 0
-
 
 @dataclasses.dataclass(frozen=True)
-class GatherShape:
+class GatherShape(Shape):
     """A gather of `rows` stored rows to dense bf16."""
 
     rows: int
@@ -139,13 +144,9 @@ class GatherShape:
     def bytes_moved(self) -> int:
         return self.rows * (ID + self.fmt.row_bytes + self.fmt.dim * BF16)
 
-    @property
-    def flops(self) -> int:
-        return 0
-
 
 @dataclasses.dataclass(frozen=True)
-class ScoreShape:
+class ScoreShape(Shape):
     """Index scores of `tokens` tokens over `blocks` blocks of `rows_per_block` keys each."""
 
     tokens: int
@@ -170,7 +171,7 @@ class ScoreShape:
 
 
 @dataclasses.dataclass(frozen=True)
-class TopKShape:
+class TopKShape(Shape):
     """A selection of the best k of `entries` float32 scores for each of `tokens` tokens."""
 
     tokens: int
@@ -181,13 +182,9 @@ class TopKShape:
     def bytes_moved(self) -> int:
         return self.tokens * (self.entries * F32 + min(self.k, self.entries) * ID)
 
-    @property
-    def flops(self) -> int:
-        return 0
-
 
 @dataclasses.dataclass(frozen=True)
-class AttendShape:
+class AttendShape(Shape):
     """`tokens` tokens of `heads` heads over `window` keys and up to `entries` compressed ones (0: SWA)."""
 
     tokens: int
@@ -214,7 +211,7 @@ class AttendShape:
 
 
 @dataclasses.dataclass(frozen=True)
-class KVStoreShape:
+class KVStoreShape(Shape):
     """`tokens` bf16 rows of K and of V, `heads` heads of `dim` each, into a `KVPool`."""
 
     tokens: int
@@ -228,13 +225,6 @@ class KVStoreShape:
         width = self.heads * self.dim
         stored = width * BF16 if self.storage == "bf16" else width + F32
         return self.tokens * (2 * (width * BF16 + stored) + ID)
-
-    @property
-    def flops(self) -> int:
-        return 0
-
-
-Shape: TypeAlias = AppendShape | CompressShape | GatherShape | ScoreShape | TopKShape | AttendShape | KVStoreShape
 
 
 @dataclasses.dataclass(frozen=True)

@@ -42,6 +42,7 @@ __all__ = [
     "cache_and_plan",
     "cache_floors",
     "cache_shape",
+    "compile_step",
     "floors",
     "measure_step",
     "neutral_layers",
@@ -191,27 +192,12 @@ def measure_step(options: StepOptions, ceilings: Ceilings | None) -> dict[str, A
     x = jax.random.normal(key, (options.batch * options.chunk, cfg.hidden_size), jnp.float32)
 
     # The activations are donated too: a command buffer is launched as it is while its buffers keep their addresses.
-    start = time.perf_counter()
-    chosen = GPU_DECODE_OPTIONS | dict(options.xla)
-    jitted = jax.jit(call, donate_argnums=(0, 3), compiler_options=chosen)
-    compiled = jitted.lower(cache, params, plan, x).compile()
-    compile_s = time.perf_counter() - start
-    memory, text = compiled.memory_analysis(), compiled.as_text() or ""
-    assert memory is not None
-    report: dict[str, Any] = dict(
-        model=options.model,
-        layers=cfg.num_layers,
-        batch=options.batch,
-        context=options.context,
-        chunk=options.chunk if options.chunk > 1 else None,
-        loop=options.loop,
-        implementation=options.implementation or "default",
-        key_split=options.key_split,
-        xla=chosen,
-        compile_s=compile_s,
+    jitted = jax.jit(call, donate_argnums=(0, 3), compiler_options=GPU_DECODE_OPTIONS | dict(options.xla))
+    compiled, report = compile_step(options, cfg, jitted, (cache, params, plan, x))
+    text = compiled.as_text() or ""
+    report |= dict(
         cache_gb=layout.total_bytes(size) / 1e9,
-        cache_in_place=memory.alias_size_in_bytes == layout.total_bytes(size) + x.nbytes,
-        temp_mb=memory.temp_size_in_bytes / 1e6,
+        cache_in_place=report.pop("aliased") == layout.total_bytes(size) + x.nbytes,
         command_buffers=text.count("command_buffer"),
         custom_calls=text.count("custom-call("),
     )
@@ -227,6 +213,35 @@ def measure_step(options: StepOptions, ceilings: Ceilings | None) -> dict[str, A
         report |= against_floors(parts, ceilings, report["step_ms"])
         report["tokens_per_s"] = options.batch * options.chunk / report["step_ms"] * 1e3
     return report | longest_kernels(run, options.loop, options.profile)
+
+
+def compile_step(
+    options: StepOptions, cfg: DSV4Config, jitted: Any, args: tuple[Any, ...]
+) -> tuple[jax.stages.Compiled, dict[str, Any]]:
+    """Compiles a step, and returns it with what its report begins with; `aliased`: bytes that are updated in place.
+
+    Raises:
+        OptionError: the compiler does not say what memory the step takes.
+    """
+    start = time.perf_counter()
+    compiled = jitted.lower(*args).compile()
+    compile_s, memory = time.perf_counter() - start, compiled.memory_analysis()
+    if memory is None:
+        raise OptionError("the compiler does not say what memory the step takes")
+    return compiled, dict(
+        model=options.model,
+        layers=cfg.num_layers,
+        batch=options.batch,
+        context=options.context,
+        chunk=options.chunk if options.chunk > 1 else None,
+        loop=options.loop,
+        implementation=options.implementation or "default",
+        key_split=options.key_split,
+        xla=GPU_DECODE_OPTIONS | dict(options.xla),
+        compile_s=compile_s,
+        temp_mb=memory.temp_size_in_bytes / 1e6,
+        aliased=memory.alias_size_in_bytes,
+    )
 
 
 def neutral_layers(cfg: DSV4Config) -> PackedLayers:
