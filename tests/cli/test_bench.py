@@ -254,7 +254,7 @@ def test_refusals(capsys, tmp_path, monkeypatch):
     refused(capsys, ["bench", "step", "--quick", "--chunk", "300"], "--chunk", "300 tokens, --context has 256")
     refused(capsys, ["bench", "gather", "--quick", "--layers", "3"], "--layers", "name `step`")
     refused(capsys, ["bench", "step", "--quick", "--layers", "9"], "--layers", "tiny has 4")
-    refused(capsys, ["bench", "step", "--quick", "--implementations", "torch"], "--implementations", "a step runs")
+    refused(capsys, ["bench", "step", "--quick", "--implementations", "lax.top_k"], "--implementations", "a step runs")
     refused(capsys, ["bench", "--render", "--check"], "--render", "python benchmarks/render.py")
     refused(capsys, ["bench", "gather", "--quick", "--json", tmp_path / "none" / "x.json"], "there is no folder")
     refused(capsys, ["bench", "gather", "--quick", "--plot", tmp_path], "is a directory")
