@@ -73,15 +73,15 @@ def random_calls(calls: int, make: Callable[[jax.Array], Any], seed: int = 0) ->
 # Ops of the cache, as a step calls them
 
 
-def of_shape(op: str, shape: Shape, calls: int, pool_rows: int) -> Made:
-    return Made(problem(op, shape, calls, pool_rows=pool_rows), shape.bytes_moved, shape.flops)
+def of_shape(shape: Shape, calls: int, pool_rows: int) -> Made:
+    return Made(problem(shape, calls, pool_rows=pool_rows), shape.bytes_moved, shape.flops)
 
 
 def scores(shape: ScoreShape, calls: int, pool_rows: int, rounded: bool, one_request: bool = False) -> Made:
     """Makes calls of index_scores. `rounded`: queries rounded to FP4, as the model's are; `one_request`: all tokens
     have its keys.
     """
-    base = problem("index_scores", shape, calls, pool_rows=max(pool_rows, 2 * shape.keys))
+    base = problem(shape, calls, pool_rows=max(pool_rows, 2 * shape.keys))
 
     def changed(call: Any) -> Any:
         queries, weights, table, count = call
@@ -99,7 +99,7 @@ def attention(shape: AttendShape, calls: int, pool_rows: int, chunk: bool = Fals
     `chunk`: tokens follow one another in one request, so that windows overlap and entries come from the `total` there
     are: CSA's tokens choose theirs, HCA's see all.
     """
-    base = problem("attend", shape, calls, pool_rows=max(pool_rows, shape.tokens + 2 * shape.window, total))
+    base = problem(shape, calls, pool_rows=max(pool_rows, shape.tokens + 2 * shape.window, total))
     tokens, freq = shape.tokens, jnp.asarray(FREQUENCIES)
     position = jnp.arange(tokens, dtype=jnp.int32) + 8192
     keys = tokens * (shape.window + shape.entries)
@@ -283,7 +283,7 @@ def _of_case(case: Any, batches: tuple[int, ...]) -> Kernel:
         case.op,
         case.name,
         batches,
-        lambda batch, calls, rows: of_shape(case.op, case.make(batch), calls, rows),
+        lambda batch, calls, rows: of_shape(case.make(batch), calls, rows),
         lambda batch: case.make(batch).bytes_moved,
         implementation="pallas" if without_cuda else "cuda",
         registered="compress" if case.op.startswith("compress") else None,

@@ -140,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     recorder, wrong = Recorder(args.json, **jax_device()), 0
     for case, batch in select(CASES, args.ops, name=args.shapes):
         shape = case.make(batch)
-        inputs = problem(case.op, shape, call_count(shape.bytes_moved), pool_rows=1 << 20)
+        inputs = problem(shape, call_count(shape.bytes_moved), pool_rows=1 << 20)
         try:
             us, got = measure(case.op, shape, inputs, repeats=12)
         except (OptionError, RuntimeError) as error:  # no such row format; memory

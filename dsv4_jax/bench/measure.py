@@ -83,7 +83,8 @@ def measure(
         if made.problem is None:
             try:
                 if inputs is None:
-                    inputs = _inputs(case.op, shape, quick)
+                    calls = call_count(shape.bytes_moved, quick=quick)
+                    inputs = problem(shape, calls, pool_rows=1 << (10 if quick else 20))
                     want = outcome(inputs, "xla")
                 got = want if name == "xla" else None
                 made = _measured(made, shape, inputs, want, got, ceilings, repeats=2 if quick else 12)
@@ -93,11 +94,6 @@ def measure(
         if on_done:
             on_done()
     return found
-
-
-def _inputs(op: str, shape: Shape, quick: bool) -> Problem:
-    calls = call_count(shape.bytes_moved, quick=quick)
-    return problem(op, shape, calls, pool_rows=1 << (10 if quick else 20))
 
 
 def _measured(

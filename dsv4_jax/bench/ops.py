@@ -68,8 +68,8 @@ def registered(op: str) -> Op:
     return OPS["compress" if op.startswith("compress") else op]
 
 
-def problem(op: str, shape: Shape, calls: int, *, pool_rows: int, seed: int = 0) -> Problem:
-    """Makes `calls` calls of `op`. `pool_rows`: at least so many stored rows to read from."""
+def problem(shape: Shape, calls: int, *, pool_rows: int, seed: int = 0) -> Problem:
+    """Makes `calls` calls of an op at a shape. `pool_rows`: at least so many stored rows to read from."""
     key = jax.random.key(seed)
     return _MAKERS[type(shape)](key, shape, calls, pool_rows)
 

@@ -108,7 +108,7 @@ def test_a_loop_gives_what_its_calls_give() -> None:
 
 def test_batch_dependence_is_seen():
     """A call whose rows depend on how many there are."""
-    inputs = problem("gather", GatherShape(64, kv_format("fp8", 512, 64)), 1, pool_rows=128)
+    inputs = problem(GatherShape(64, kv_format("fp8", 512, 64)), 1, pool_rows=128)
     dependent = dataclasses.replace(
         inputs, apply=lambda shared, carry, ids, _: ((), jnp.full(ids.shape, np.float32(1) / len(ids)))
     )
@@ -126,7 +126,7 @@ def test_torch_computes_the_same(monkeypatch, capsys, op):
     if op == "index_scores":
         assert torch_ops.main([op]) == 1 and capsys.readouterr().out == "index_scores: the backend is cpu\n"
         shape = dataclasses.replace(shape, fmt=index_format("fp8", 128))
-    inputs = problem(op, shape, 1, pool_rows=256)
+    inputs = problem(shape, 1, pool_rows=256)
     shared, call = (jax.tree.map(torch_ops._tensor, x) for x in (inputs.shared, inputs.calls[0]))
     for got, want in zip(torch_ops._call(op, shape)(shared, call), kernels.outcome(inputs, "xla"), strict=True):
         assert kernels.relative_error(got.float().numpy(), want.astype(np.float32)) < torch_ops.TOLERANCE

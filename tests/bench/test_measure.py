@@ -42,7 +42,7 @@ def test_a_compressor_writes_the_rows_that_are_compared(shape):
     def changed(old, new) -> set[int]:
         return set(np.flatnonzero((np.asarray(old) != np.asarray(new)).any(1)).tolist())
 
-    inputs = problem("compress", shape, 2, pool_rows=0)
+    inputs = problem(shape, 2, pool_rows=0)
 
     @jax.jit
     def step(shared, carry, call):
@@ -63,10 +63,10 @@ def test_a_compressor_writes_the_rows_that_are_compared(shape):
 
 
 def test_calls_differ_and_a_pool_is_as_large_as_asked():
-    inputs = problem("gather", GatherShape(16, FP8), 3, pool_rows=512)
+    inputs = problem(GatherShape(16, FP8), 3, pool_rows=512)
     ids = [tuple(np.asarray(call).tolist()) for call in inputs.calls]
     assert len(set(ids)) == 3 and {part.shape[0] for part in inputs.shared} == {512}
-    appends = problem("append", case("append").make(3), 3, pool_rows=64)
+    appends = problem(case("append").make(3), 3, pool_rows=64)
     rows = np.concatenate([np.asarray(call[-1]) for call in appends.calls])
     assert len(set(rows.tolist())) == 9  # no call overwrites another's rows
 
