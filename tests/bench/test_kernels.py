@@ -14,13 +14,12 @@ import numpy as np
 import problems
 import pytest
 import records
-import torch_ops
 from targets import TARGETS
 
 from dsv4_jax import CacheLayout, CacheSize, DSV4Config, init_cache
 from dsv4_jax.bench.ops import Problem, problem
-from dsv4_jax.bench.shapes import QUICK, GatherShape
-from dsv4_jax.formats import index_format, kv_format
+from dsv4_jax.bench.shapes import GatherShape
+from dsv4_jax.formats import kv_format
 from dsv4_jax.records import block_record
 from dsv4_jax.tiers import record_copy
 
@@ -114,22 +113,6 @@ def test_batch_dependence_is_seen():
     )
     assert kernels.is_batch_invariant(inputs, "xla", 64)
     assert not kernels.is_batch_invariant(dependent, "xla", 64)
-
-
-@pytest.mark.every_case  # torch is there on Python 3.11 alone
-@pytest.mark.parametrize("op", torch_ops.OPS)
-def test_torch_computes_the_same(monkeypatch, capsys, op):
-    """The baseline's functions, on the CPU (only their timing needs a GPU)."""
-    pytest.importorskip("torch")
-    monkeypatch.setattr(torch_ops, "DEVICE", "cpu")
-    shape = next(case for case in QUICK if case.op == op).make(2)
-    if op == "index_scores":
-        assert torch_ops.main([op]) == 1 and capsys.readouterr().out == "index_scores: the backend is cpu\n"
-        shape = dataclasses.replace(shape, fmt=index_format("fp8", 128))
-    inputs = problem(shape, 1, pool_rows=256)
-    shared, call = (jax.tree.map(torch_ops._tensor, x) for x in (inputs.shared, inputs.calls[0]))
-    for got, want in zip(torch_ops._call(op, shape)(shared, call), kernels.outcome(inputs, "xla"), strict=True):
-        assert kernels.relative_error(got.float().numpy(), want.astype(np.float32)) < torch_ops.TOLERANCE
 
 
 def test_peers_times_are_found_by_shape(tmp_path: pathlib.Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch_ops
 
 from dsv4_jax.bench import measure, timing
 from dsv4_jax.bench.ops import problem
@@ -150,6 +152,22 @@ def test_kernel_times(monkeypatch, tmp_path):
     data = SimpleNamespace(from_file=lambda path: SimpleNamespace(planes=planes))
     monkeypatch.setattr(jax.profiler, "ProfileData", data)
     assert timing.kernel_times(pathlib.Path(tmp_path)) == {"attend": 6.0, "copy": 0.75}
+
+
+@pytest.mark.every_case  # torch is there on Python 3.11 alone
+@pytest.mark.parametrize("op", torch_ops.OPS)
+def test_torch_computes_the_same(monkeypatch, capsys, op):
+    """The baseline's functions, on the CPU (only their timing needs a GPU)."""
+    pytest.importorskip("torch")
+    monkeypatch.setattr(torch_ops, "DEVICE", "cpu")
+    shape = case(op).make(2)
+    if op == "index_scores":
+        assert torch_ops.main([op]) == 1 and capsys.readouterr().out == "index_scores: the backend is cpu\n"
+        shape = dataclasses.replace(shape, fmt=index_format("fp8", 128))
+    inputs = problem(shape, 1, pool_rows=256)
+    shared, call = (jax.tree.map(torch_ops._tensor, x) for x in (inputs.shared, inputs.calls[0]))
+    for got, want in zip(torch_ops._call(op, shape)(shared, call), measure.outcome(inputs, "xla"), strict=True):
+        assert measure.relative_error(got.float().numpy(), want.astype(np.float32)) < torch_ops.TOLERANCE
 
 
 def test_call_count_fits_the_memory():
