@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import textwrap
 import xml.sax.saxutils
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from tables import columns_of, context
 from targets import PEERS
 
-__all__ = ["DEVICE", "PICTURE", "overview", "picture", "table_of"]
+__all__ = ["DEVICE", "PICTURE", "overview", "picture"]
 
 PICTURE = "whole_models.svg"
 FULL = {"flash": 43, "pro": 61}  # layers of each model
@@ -40,10 +41,6 @@ class _Bar(NamedTuple):
     text: str
     mark: float | None = None
     colour: str = BAR
-
-
-def _tokens(context: int) -> str:
-    return f"{context >> 20} Mi" if context >= 1 << 20 else f"{context >> 10} Ki"
 
 
 def _plural(count: int, what: str) -> str:
@@ -79,9 +76,9 @@ def _prefills(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row for row in rows if row["table"] in ("steps", "models") and (row.get("chunk") or 1) > 1]
 
 
-def _peers(rows: Iterable[dict[str, Any]]) -> list[tuple[str, str, dict[str, Any]]]:
-    """Returns (what, whose and what is otherwise, row) of the kernels of `BESIDE`, of the default implementation: CUDA
-    graphs, one request and 64.
+def _peers(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns rows of the kernels of `BESIDE`, of the default implementation: CUDA graphs, one request and 64; `what`
+    they are, `whose` the peer is and what it does otherwise, and the `ratio` of times.
     """
     timed = {
         (row["op"], row["shape"], row["batch"]): row
@@ -89,16 +86,24 @@ def _peers(rows: Iterable[dict[str, Any]]) -> list[tuple[str, str, dict[str, Any
         if row["table"] == "ops" and row.get("timer") == "graph" and not row.get("variant") and row.get("peer_us")
     }
     return [
-        (what, PEERS[op] + otherwise, timed[op, shape, batch])
+        row | {"what": what, "whose": PEERS[op] + otherwise, "ratio": row["kernel_us"] / row["peer_us"]}
         for (op, shape), (what, otherwise) in BESIDE.items()
         for batch in (1, 64)
-        if (op, shape, batch) in timed
+        if (row := timed.get((op, shape, batch)))
     ]
 
 
-def _split(row: dict[str, Any]) -> str:
+def _gpus(row: dict[str, Any]) -> str:
     devices, tensor = row.get("devices") or 1, row.get("tensor") or 1
-    return {1: "experts split"}.get(tensor, "heads and experts split") if devices > 1 else ""
+    return f"{devices} ({'experts split' if tensor == 1 else 'heads and experts split'})" if devices > 1 else "1"
+
+
+def _chunk_rate(row: dict[str, Any]) -> float:
+    return 1e3 * row["batch"] * row["chunk"] / row["step_ms"]
+
+
+def _requests(row: dict[str, Any]) -> str:
+    return f"{row['batch']:,}" + (f", {_plural(row['drafts'], 'draft')} (1)" if row.get("drafts") else "")
 
 
 def overview(rows: Sequence[dict[str, Any]]) -> str:
@@ -108,22 +113,7 @@ def overview(rows: Sequence[dict[str, Any]]) -> str:
         parts.append(
             "**Decode, the whole model** (random weights in the released formats, FP8 rows, FP4 index keys):\n"
         )
-        table = [["model", "GPUs", "requests", "context", "ms a step", "tokens/s", "over the floor"]]
-        for row in whole:
-            drafts = f", {_plural(row['drafts'], 'draft')} (1)" if row.get("drafts") else ""
-            over = f"{row['over_floor']:.2f}x" if row.get("over_floor") else ""
-            table.append(
-                [
-                    NAMES[row["model"]],
-                    f"{row.get('devices') or 1} ({_split(row)})" if _split(row) else "1",
-                    f"{row['batch']:,}{drafts}",
-                    _tokens(row["context"]),
-                    f"{row['step_ms']:.2f}",
-                    f"{_rate(row):,.0f}",
-                    over,
-                ]
-            )
-        parts.append(table_of(table))
+        parts.append(columns_of(whole, WHOLE, MADE))
         parts.append(
             _text(
                 "(1) Random weights accept no draft; 47.2 % of those whose predecessors were accepted are "
@@ -132,35 +122,10 @@ def overview(rows: Sequence[dict[str, Any]]) -> str:
         )
     if some := _some_layers(rows):
         parts.append("**Decode on one GPU, as many layers as its memory and the time allowed:**\n")
-        table = [["model", "layers", "requests", "context", "ms a step", "ms a layer", "over the floor"]]
-        for row in some:
-            over = f"{row['over_floor']:.2f}x" if row.get("over_floor") else ""
-            table.append(
-                [
-                    NAMES[row["model"]],
-                    f"{row['layers']} of {FULL[row['model']]}",
-                    f"{row['batch']:,}",
-                    _tokens(row["context"]),
-                    f"{row['step_ms']:.2f}",
-                    f"{row['layer_ms']:.2f}",
-                    over,
-                ]
-            )
-        parts.append(table_of(table))
+        parts.append(columns_of(some, SOME_LAYERS, MADE))
     if prefills := _prefills(rows):
         parts.append("**Prefill, one GPU, one request:**\n")
-        table = [["what", "chunk", "end of context", "ms", "tokens/s"]]
-        table += [
-            [
-                _prefilled(row),
-                f"{row['chunk']:,}",
-                _tokens(row["context"]),
-                f"{row['step_ms']:.1f}",
-                f"{1e3 * row['batch'] * row['chunk'] / row['step_ms']:,.0f}",
-            ]
-            for row in prefills
-        ]
-        parts.append(table_of(table))
+        parts.append(columns_of(prefills, PREFILLS, MADE))
     waits = [row for row in rows if row["table"] == "simulate" and row["policy"] == "the default"]
     if waits:
         said = "; ".join(
@@ -176,19 +141,7 @@ def overview(rows: Sequence[dict[str, Any]]) -> str:
         )
     if peers := _peers(rows):
         parts.append("**Kernels beside other projects'** (us in CUDA graphs, the same GPU; below 1 ours is shorter):\n")
-        table = [["kernel", "requests", "ours", "peer", "", "ratio"]]
-        table += [
-            [
-                what,
-                str(row["batch"]),
-                f"{row['kernel_us']:.1f}",
-                f"{row['peer_us']:.1f}",
-                peer,
-                f"{row['kernel_us'] / row['peer_us']:.2f}",
-            ]
-            for what, peer, row in peers
-        ]
-        parts.append(table_of(table))
+        parts.append(columns_of(peers, KERNELS, MADE))
     return "\n".join(parts)
 
 
@@ -198,17 +151,32 @@ def _prefilled(row: dict[str, Any]) -> str:
     return f"{NAMES[row['model']]}, {row['layers']} whole layers of {FULL[row['model']]}"
 
 
+# The page's tables, as `tables.columns_of` reads them.
+MADE: dict[str, Callable[[Any], str]] = {
+    "name": lambda row: NAMES[row["model"]],
+    "gpus": _gpus,
+    "requests": _requests,
+    "rate": lambda row: f"{_rate(row):,.0f}",
+    "layers": lambda row: f"{row['layers']} of {FULL[row['model']]}",
+    "prefilled": _prefilled,
+    "chunk rate": lambda row: f"{_chunk_rate(row):,.0f}",
+}
+WHOLE = (
+    "model = @name | GPUs = @gpus | requests = @requests | context = context:tokens | ms a step = step_ms:.2f | "
+    "tokens/s = @rate | over the floor = over_floor:times"
+)
+SOME_LAYERS = (
+    "model = @name | layers = @layers | requests = batch:, | context = context:tokens | ms a step = step_ms:.2f | "
+    "ms a layer = layer_ms:.2f | over the floor = over_floor:times"
+)
+PREFILLS = (
+    "what = @prefilled | chunk = chunk:, | end of context = context:tokens | ms = step_ms:.1f | tokens/s = @chunk rate"
+)
+KERNELS = "kernel = what | requests = batch | ours = kernel_us:.1f | peer = peer_us:.1f | = whose | ratio = ratio:.2f"
+
+
 def _text(text: str) -> str:
     return textwrap.fill(text, 120, break_on_hyphens=False) + "\n"
-
-
-def table_of(table: Sequence[Sequence[str]]) -> str:
-    """Writes a table without the columns that are empty below their heading; numbers to the right."""
-    kept = [i for i in range(len(table[0])) if any(line[i] for line in table[1:])]
-    head, *body = [[line[i] for i in kept] for line in table]
-    right = [all(not line[i] or line[i][0].isdigit() for line in body) for i in range(len(head))]
-    lines = [head, ["---:" if each else "---" for each in right], *body]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 # The picture: bars of three panels, as plain SVG
@@ -219,7 +187,7 @@ def picture(rows: Sequence[dict[str, Any]]) -> str:
     whole, prefills, peers = _whole(rows), _prefills(rows), _peers(rows)
     steps = [
         _Bar(
-            f"{_plural(row['batch'], 'request')} of {_tokens(row['context'])}"
+            f"{_plural(row['batch'], 'request')} of {context(row['context'])}"
             + (f", {_plural(row['drafts'], 'draft')}" if row.get("drafts") else ""),
             row["step_ms"],
             f"{row['step_ms']:.2f} ms, {_rate(row):,.0f} tokens/s",
@@ -229,22 +197,22 @@ def picture(rows: Sequence[dict[str, Any]]) -> str:
     ]
     chunks = [
         _Bar(
-            f"{_prefilled(row).partition(', ')[2]}, {_tokens(row['context'])}",
+            f"{_prefilled(row).partition(', ')[2]}, {context(row['context'])}",
             row["step_ms"],
-            f"{row['step_ms']:.0f} ms, {1e3 * row['batch'] * row['chunk'] / row['step_ms']:,.0f} tokens/s",
+            f"{row['step_ms']:.0f} ms, {_chunk_rate(row):,.0f} tokens/s",
             row.get("floor_ms"),
         )
         for row in prefills
     ]
     beside = [
         _Bar(
-            f"{what}, {_plural(row['batch'], 'request')}",
-            row["kernel_us"] / row["peer_us"],
-            f"{row['kernel_us'] / row['peer_us']:.2f} of {PEERS[row['op']]}'s time",
+            f"{row['what']}, {_plural(row['batch'], 'request')}",
+            row["ratio"],
+            f"{row['ratio']:.2f} of {PEERS[row['op']]}'s time",
             1.0,
-            FASTER if row["kernel_us"] <= row["peer_us"] else SLOWER,
+            FASTER if row["ratio"] <= 1 else SLOWER,
         )
-        for what, _, row in peers
+        for row in peers
     ]
     model = f"{NAMES[whole[0]['model']]}, all {whole[0]['layers']} layers, " if whole else ""
     devices = f"{whole[0].get('devices') or 1} x {DEVICE}" if whole else DEVICE

@@ -10,19 +10,20 @@ import argparse
 import pathlib
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from overview import DEVICE, PICTURE, overview, picture, table_of
+from overview import DEVICE, PICTURE, overview, picture
 from records import TABLES, load
 from sections import DETAIL, FIRST, HEAD, MEASURING, SECTIONS, Section
+from tables import columns_of, number, percent, table_of
 from targets import PEERS, elsewhere, judged
 
 from dsv4_jax.bench.records import dumps
 from dsv4_jax.errors import CacheError, OptionError
 from dsv4_jax.output import open_output
 
-__all__ = ["Entry", "latest", "main", "newest", "number", "pages", "percent"]
+__all__ = ["Entry", "latest", "main", "newest", "pages"]
 
 
 class Entry(NamedTuple):
@@ -114,11 +115,12 @@ def _section(section: Section, entries: list[Entry]) -> str:
             used += mine
     for device, mine in _by_device([e for e in entries if e.row["table"] == section.table]).items():
         shown = _beside(mine) if section.table == "swap" else mine
-        parts.append(f"{device}:\n\n{_plain(shown, COLUMNS[section.table])}")
+        parts.append(f"{device}:\n\n{columns_of((e.row for e in shown), COLUMNS[section.table], MADE)}")
         used += mine
     facts = [e for e in entries if e.row["table"] == "facts" and e.row["subject"] == section.subject]
     for device, mine in _by_device(facts).items():
-        parts.append(f"{device}:\n\n{_sentence(mine) if section.inline else _plain(mine, COLUMNS['facts'])}")
+        text = _sentence(mine) if section.inline else columns_of((e.row for e in mine), COLUMNS["facts"], MADE)
+        parts.append(f"{device}:\n\n{text}")
         used += mine
     if not used:
         return ""
@@ -253,19 +255,7 @@ def _joined(row: dict[str, Any], between: str, *names: str) -> str:
     return between.join(number(row[name]) for name in names if row.get(name) is not None)
 
 
-def _context(tokens: int) -> str:
-    return f"{tokens >> 20} Mi" if tokens % (1 << 20) == 0 else f"{tokens >> 10} Ki"
-
-
-# How a column shows the value of a row's field, and the columns that are made of several fields.
-FORMATS: dict[str, Callable[[Any], str]] = {
-    "": lambda value: value if isinstance(value, str) else number(value),
-    "percent": lambda value: percent(value),
-    "times": lambda value: f"{value:.2f}x",
-    "tokens": _context,
-    "millions": lambda value: number(value / 1e6),
-    "count": lambda value: str(value or ""),
-}
+# Columns that are made of several fields.
 MADE: dict[str, Callable[[dict[str, Any]], str]] = {
     "bounds": _bounds,
     "devices": _devices,
@@ -278,7 +268,7 @@ MADE: dict[str, Callable[[dict[str, Any]], str]] = {
     "verdict": lambda row: VERDICTS.get(row.get("verdict") or "", ""),
     "write": lambda row: _share(row, "write_share"),
 }
-# Table -> its columns: heading = field, or field:format of `FORMATS`, or @one of `MADE`.
+# Table -> its columns: see `tables.columns_of`.
 COLUMNS: dict[str, str] = {
     "steps": "model = model | requests = batch | context = context:tokens | chunk = chunk | steps a call = loop | "
     "key split = key_split | ms = step_ms | floor, ms = @floor | over the floor = over_floor:times | "
@@ -296,14 +286,14 @@ COLUMNS: dict[str, str] = {
     "kernel = kernel_of_copy:percent | a call, us = us | calls in a row = of_copy:percent | "
     "required = required_of_copy:percent | plain XLA = xla:percent | "
     "launch per layer and leaf = launch per layer and leaf:percent | memcpy per piece = memcpy per piece:percent",
-    "store": " = what | load = @load | write, GB/s = write_gb_per_s | write, share = @write | "
+    "store": "= what | load = @load | write, GB/s = write_gb_per_s | write, share = @write | "
     "read, GB/s = read_gb_per_s | read, share = @read",
     "simulate": "trace = trace | policy = policy | hits = hit_rate:percent | "
     "of an endless cache's = of_endless:percent | of a clairvoyant one's = of_clairvoyant:percent | "
     "hits on the host = host_hit_rate:percent | recomputed tokens, M = recomputed_tokens:millions | "
     "to the host, GiB = out_gib | back, GiB = in_gib | first token, mean, s = first_token_mean_s | "
     "p99, s = first_token_p99_s | steps = steps",
-    "facts": " = what | measured = measured | unit = unit | required = @bounds | verdict = verdict",
+    "facts": "= what | measured = measured | unit = unit | required = @bounds | verdict = verdict",
 }
 
 
@@ -320,39 +310,6 @@ def _beside(entries: Sequence[Entry]) -> list[Entry]:
 def _sentence(facts: Sequence[Entry]) -> str:
     shown = (f"{e.row['what']}: {number(e.row['measured'])} {e.row.get('unit') or ''}".strip() for e in facts)
     return textwrap.fill("; ".join(shown) + ".", 120) + "\n"
-
-
-def _plain(entries: Sequence[Entry], columns: str) -> str:
-    pairs = [column.partition(" = ") for column in f" {columns}".split(" | ")]
-    lines = [[_cell(entry.row, source) for *_, source in pairs] for entry in entries]
-    return table_of([[heading.strip() for heading, *_ in pairs], *lines])
-
-
-def _cell(row: Mapping[str, Any], source: str) -> str:
-    if source.startswith("@"):
-        return MADE[source[1:]](dict(row))
-    name, _, shown = source.partition(":")
-    value = row.get(name)
-    return "" if value is None else FORMATS[shown](value)
-
-
-# Text
-
-
-def number(value: Any) -> str:
-    """Writes a number with at most two decimals and about four digits, thousands apart; two numbers as a range."""
-    if isinstance(value, list):
-        return " to ".join(number(x) for x in value)
-    if isinstance(value, float):
-        places = 2 if abs(value) < 100 else 1 if abs(value) < 1000 else None
-        value = round(value, places)
-    return f"{value:,}"
-
-
-def percent(share: Any) -> str:
-    """Writes a share in per cent, with three digits at most."""
-    low, *high = share if isinstance(share, list) else [share]
-    return " to ".join(f"{100 * x:.3g}" for x in (low, *high)) + " %"
 
 
 def _middle(value: Any) -> float:

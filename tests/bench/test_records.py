@@ -9,8 +9,9 @@ import xml.etree.ElementTree
 
 import pytest
 from records import TABLES, check, load
-from render import Entry, latest, main, number, pages, percent
+from render import Entry, latest, main, pages
 from sections import SECTIONS
+from tables import number, percent
 from targets import elsewhere
 
 from dsv4_jax.bench.records import Measurement, commit, dumps, new_record
