@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import shlex
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from types import MappingProxyType
 from typing import Any, get_args
 
@@ -70,9 +71,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = add_command(commands, "bench", "time the ops or a decode step", __doc__, _EXAMPLES, fails=fails)
     parser.add_argument("what", nargs="*", metavar="OP", help=f"{', '.join(OPS)}, all (default), step or model")
     option(parser, "--shapes", str, "TEXT", "only shapes whose op/name holds this")
-    option(parser, "--batch", _list_of(positive), "N,...", "these batches instead of each shape's")
-    option(parser, "--context", _list_of(token_count), "N,...", "of 8K, 128K, 1M; any for a step or model")
-    option(parser, "--implementations", _names, "NAME,...", "cuda, pallas, triton, xla, lax.top_k")
+    option(parser, "--batch", partial(_several, positive), "N,...", "these batches instead of each shape's")
+    option(parser, "--context", partial(_several, token_count), "N,...", "of 8K, 128K, 1M; any for a step or model")
+    known = "cuda, pallas, triton, xla, lax.top_k"
+    option(parser, "--implementations", lambda text: list(dict.fromkeys(text.split(","))), "NAME,...", known)
     parser.add_argument(
         "--key-split",
         choices=get_args(KeySplit),
@@ -107,7 +109,9 @@ def run(args: argparse.Namespace) -> int:
     for gone in ("render", "check"):
         if getattr(args, gone) is not None:
             raise OptionError(f"--{gone}: pages of results are made by `python benchmarks/render.py` in a checkout")
-    ops, whole = _chosen(args.what or ["all"])
+    asked = args.what or ["all"]
+    whole = {"step", "model"}.intersection(asked)
+    ops = list(OPS) if "all" in asked else [name for name in dict.fromkeys(asked) if name not in whole]
     if not ops:
         _refuse_given(args, _OP_OPTIONS, "is for ops, not for a step")
     if not whole:
@@ -206,17 +210,10 @@ def _whole_steps(
         yield "models", report(options, lambda: model.measure_model(options, params, top))  # noqa: B023
 
 
-def _chosen(what: list[str]) -> tuple[list[str], set[str]]:
-    """Returns the ops and the whole steps that were asked for."""
-    whole = {"step", "model"}.intersection(what)
-    ops = list(OPS) if "all" in what else [name for name in dict.fromkeys(what) if name not in whole]
-    return ops, whole
-
-
 def _refuse_given(args: argparse.Namespace, names: Iterable[str], why: str) -> None:
     for name in names:
         if getattr(args, name):
-            raise OptionError(f"{'OP' if name == 'what' else '--' + name.replace('_', '-')}: {why}")
+            raise OptionError(f"--{name}: {why}")
 
 
 def _xla_option(text: str) -> tuple[str, str | bool]:
@@ -226,15 +223,8 @@ def _xla_option(text: str) -> tuple[str, str | bool]:
     return name, {"true": True, "false": False}.get(value.lower(), value)
 
 
-def _list_of(item: Callable[[str], int]) -> Callable[[str], list[int]]:
-    def parse(text: str) -> list[int]:
-        return [item(part) for part in text.split(",")]
-
-    return parse
-
-
-def _names(text: str) -> list[str]:
-    return list(dict.fromkeys(text.split(",")))
+def _several(item: Callable[[str], Any], text: str) -> list[Any]:
+    return [item(part) for part in text.split(",")]
 
 
 # The record as tables
