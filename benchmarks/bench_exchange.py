@@ -33,8 +33,9 @@ from dsv4_jax.model import GPU_DECODE_OPTIONS
 from dsv4_jax.model.numerics import product
 from dsv4_jax.model.weights.quantised import FP8, Quantised
 from dsv4_jax.model.weights.split import TENSOR, Split
-from dsv4_jax.ops import Exchange, all_gather, open_exchanges, sum_to_all, sum_to_owner
+from dsv4_jax.ops import Exchange, all_gather, sum_to_all, sum_to_owner
 from dsv4_jax.ops.exchange import using
+from dsv4_jax.ops.exchange_buffers import open_exchanges
 
 AXIS = "devices"
 SHORT, LONG = 20, 120  # exchanges in a chain

@@ -28,7 +28,8 @@ from targets import judged
 from dsv4_jax.bench.model import exchanges, jitted_over, measure_model, mesh_of, model_config, spread_cache
 from dsv4_jax.bench.step import StepOptions, cache_shape, random_cache
 from dsv4_jax.bench.timing import measure_ceilings
-from dsv4_jax.manager import StepSequence, build_plan, shape_for
+from dsv4_jax.manager.planning import build_plan
+from dsv4_jax.manager.step_shape import StepSequence, shape_for
 from dsv4_jax.model import forward, init_params
 from dsv4_jax.model.forward import GPU_DECODE_OPTIONS
 from dsv4_jax.model.weights.placement import device_bytes

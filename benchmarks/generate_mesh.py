@@ -23,7 +23,7 @@ import numpy as np
 from dsv4_jax import CacheLayout, CacheSize, KVCacheManager, cache_sharding, init_cache, model
 from dsv4_jax.bench.model import model_config
 from dsv4_jax.bench.step import StepOptions
-from dsv4_jax.ops import open_exchanges
+from dsv4_jax.ops.exchange_buffers import open_exchanges
 
 KINDS: dict[str, dict[str, Any]] = {
     "steps": {},

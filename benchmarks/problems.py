@@ -22,6 +22,8 @@ from dsv4_jax.formats.index_fp4 import round_trip
 from dsv4_jax.formats.weights import WEIGHT_FORMATS
 from dsv4_jax.ops.attend import SharedEntries, WindowView
 from dsv4_jax.ops.columns import Product
+from dsv4_jax.ops.hyper_connection import Written, connection_vector, hyper_head
+from dsv4_jax.ops.queries import finish_queries
 
 __all__ = ["KERNELS", "OPS", "TINY", "Kernel", "Made"]
 
@@ -224,7 +226,7 @@ def streams(tokens: int, calls: int, width: int, outputs: int, head: bool) -> Ma
         keys = jax.random.split(key, 8 + outputs)
         normal, uniform = jax.random.normal, jax.random.uniform
         fn = normal(keys[1], (rows, n * width), jnp.float32) * np.float32((n * width) ** -0.5)
-        vector = ops.connection_vector(
+        vector = connection_vector(
             uniform(keys[2], (width,), jnp.float32, 0.5, 1.5),
             normal(keys[3], (rows,), jnp.float32),
             uniform(keys[4], (1 if head else 3,), jnp.float32, 0.5, 1.5),
@@ -233,12 +235,12 @@ def streams(tokens: int, calls: int, width: int, outputs: int, head: bool) -> Ma
         if outputs:
             ys = tuple(normal(keys[8 + i], (tokens, width), jnp.float32) for i in range(outputs))
             post, comb = uniform(keys[5], (tokens, n)), uniform(keys[6], (tokens, n, n))
-            written = ops.Written(ys, post.astype(jnp.float32), comb.astype(jnp.float32))
+            written = Written(ys, post.astype(jnp.float32), comb.astype(jnp.float32))
         return normal(keys[0], (tokens, n, width), jnp.float32), fn, vector, written
 
     def call(_: Any, args: Any, name: Any) -> Any:
         how: Any = dict(hc_eps=EPS, eps=EPS, dtype=jnp.bfloat16, implementation=name)
-        return ops.hyper_head(*args, **how) if head else ops.hyper_connection(*args, iterations=20, **how)
+        return hyper_head(*args, **how) if head else ops.hyper_connection(*args, iterations=20, **how)
 
     bytes_ = 4 * (tokens * n * width * (2 if outputs else 1) + outputs * tokens * width + rows * n * width)
     return Made(pure((), random_calls(calls, make), call, 5e-3), bytes_ + 2 * tokens * width)
@@ -256,7 +258,7 @@ def query_product(tokens: int, calls: int, heads: int, dim: int, columns: int) -
         indexer = dim == 128
         how: Any = dict(eps=None if indexer else EPS, rotate=indexer, round_fp4=indexer, implementation=name)
         x, weights = args
-        return ops.finish_queries(Product(x, weights, (heads, dim)), *shared, **how)
+        return finish_queries(Product(x, weights, (heads, dim)), *shared, **how)
 
     shared = jnp.arange(tokens, dtype=jnp.int32), jnp.asarray(FREQUENCIES)
     # FP4 rounds by a sum's last bit: a step of it in a few elements.

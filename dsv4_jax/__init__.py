@@ -9,8 +9,9 @@ Docstrings cite pages as "docs/model.md": they are in the repository, and in `sh
 from __future__ import annotations
 
 import importlib
-import warnings
 from typing import TYPE_CHECKING, Any
+
+from .former_names import former_name
 
 if TYPE_CHECKING:
     from . import model as model
@@ -101,11 +102,7 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
     if name in _SUBMODULES:
         return importlib.import_module(f".{name}", __name__)
-    if name in _FORMER:
-        warnings.warn(f"dsv4_jax.{name} is dsv4_jax.{_FORMER[name]} now", DeprecationWarning, stacklevel=2)
-        module, _, new = _FORMER[name].rpartition(".")
-        return getattr(importlib.import_module(f".{module}", __name__), new)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return former_name(__name__, _FORMER, name)
 
 
 def __dir__() -> list[str]:

@@ -6,10 +6,10 @@ so `except ValueError` keeps working, and every message names what was wrong, wh
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from .checks import shown
+from .former_names import former_name
 
 __all__ = [
     "CacheError",
@@ -260,27 +260,39 @@ class PerformanceWarning(UserWarning):
     """All works, and slower than it could: no prompt will find a cached prefix, or a GPU has no CUDA library."""
 
 
-_FORMER_NAMES: dict[type[CacheError] | type[UserWarning], str] = {
-    FileError: "InputError OutputError",
-    ImplementationError: "BuildError",
-    IntegrityError: "PrefixTreeError TransitionError",
-    OptionError: "BenchmarkError",
-    OutOfBlocksError: "PoolExhaustedError",
-    PerformanceWarning: "NoHitsWarning NoKernelsWarning",
-    PlanError: "ForeignPlanError SwapPlanError",
-    PoolError: "BlockReleaseError PoolReleaseError PoolResizeError StaleBlockError",
-    RequestError: "HashError SamplingError",
-    StepError: "DonatedCacheError GradientError PlanOrderError RotationError StepOrderError",
-    StoreBusyError: "StoreLockedError StoreTimeoutError",
-    StoreError: "StoreClosedError StoreFullError",
-    TransferError: "PeerMetadataError RecordIdError TransportClosedError TransportError",
+_FORMER = {  # names that were here, for one release: the class that took each over
+    "BenchmarkError": "OptionError",
+    "BlockReleaseError": "PoolError",
+    "BuildError": "ImplementationError",
+    "DonatedCacheError": "StepError",
+    "ForeignPlanError": "PlanError",
+    "GradientError": "StepError",
+    "HashError": "RequestError",
+    "InputError": "FileError",
+    "NoHitsWarning": "PerformanceWarning",
+    "NoKernelsWarning": "PerformanceWarning",
+    "OutputError": "FileError",
+    "PeerMetadataError": "TransferError",
+    "PlanOrderError": "StepError",
+    "PoolExhaustedError": "OutOfBlocksError",
+    "PoolReleaseError": "PoolError",
+    "PoolResizeError": "PoolError",
+    "PrefixTreeError": "IntegrityError",
+    "RecordIdError": "TransferError",
+    "RotationError": "StepError",
+    "SamplingError": "RequestError",
+    "StaleBlockError": "PoolError",
+    "StepOrderError": "StepError",
+    "StoreClosedError": "StoreError",
+    "StoreFullError": "StoreError",
+    "StoreLockedError": "StoreBusyError",
+    "StoreTimeoutError": "StoreBusyError",
+    "SwapPlanError": "PlanError",
+    "TransitionError": "IntegrityError",
+    "TransportClosedError": "TransferError",
+    "TransportError": "TransferError",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Former names of errors, for one release: each is the class that took it over."""
-    for error, names in _FORMER_NAMES.items():
-        if name in names.split():
-            warnings.warn(f"dsv4_jax.errors.{name} is {error.__name__} now", DeprecationWarning, stacklevel=2)
-            return error
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return former_name(__name__, _FORMER, name)

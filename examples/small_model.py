@@ -50,8 +50,8 @@ from dsv4_jax.formats.scaling import (
 )
 from dsv4_jax.formats.weights import WeightFormat
 from dsv4_jax.formats.weights.fp4 import gate_up_rows
-from dsv4_jax.model import Params, Quantised, init_params, param_specs
-from dsv4_jax.model.weights.quantised import FP4, FP8
+from dsv4_jax.model import Params, init_params, param_specs
+from dsv4_jax.model.weights.quantised import FP4, FP8, Quantised
 from dsv4_jax.ops.numerics import hadamard, rope_frequencies
 
 __all__ = [

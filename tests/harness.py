@@ -11,13 +11,15 @@ import numpy as np
 from dsv4_jax.cache import KVCache, init_cache
 from dsv4_jax.config import AttentionType, LayerSpec
 from dsv4_jax.layout import CacheLayout, CacheSize
-from dsv4_jax.manager import StepSequence, StepShape, build_plan
+from dsv4_jax.manager import StepShape
+from dsv4_jax.manager.planning import build_plan
+from dsv4_jax.manager.step_shape import StepSequence
 from dsv4_jax.ops.epilogue import Epilogue
 from dsv4_jax.ops.numerics import inv_frequencies
 from dsv4_jax.ops.registry import Choice
 from dsv4_jax.plan import StepPlan
 from dsv4_jax.step import CacheStep, LayerCacheHandle
-from dsv4_jax.testing import Held, live_bytes
+from dsv4_jax.testing.live import Held, live_bytes
 
 from .oracle.machine import Norms, ProjectedRows
 

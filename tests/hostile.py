@@ -19,8 +19,11 @@ import pytest
 from dsv4_jax.cache import KVCache, init_cache
 from dsv4_jax.config import AttentionType, DSV4Config
 from dsv4_jax.layout import CacheLayout, CacheSize
-from dsv4_jax.manager import StepSequence, build_plan, shape_for
-from dsv4_jax.ops import WindowView, append, attend, gather_rows, index_scores, top_k
+from dsv4_jax.manager.planning import build_plan
+from dsv4_jax.manager.step_shape import StepSequence, shape_for
+from dsv4_jax.ops import append, attend, index_scores, top_k
+from dsv4_jax.ops.append import WindowView
+from dsv4_jax.ops.gather import gather_rows
 from dsv4_jax.ops.registry import OPS, Choice, Name, frozen
 from dsv4_jax.plan import StepPlan
 

@@ -27,7 +27,9 @@ from dsv4_jax import (
     rope_frequencies,
 )
 from dsv4_jax.errors import ConfigError, LayoutError, ShapeError, StepError
-from dsv4_jax.manager import StepShape, build_plan, shape_for
+from dsv4_jax.manager import StepShape
+from dsv4_jax.manager.planning import build_plan
+from dsv4_jax.manager.step_shape import shape_for
 from dsv4_jax.ops.arguments import Check
 
 _, CSA, HCA = AttentionType

@@ -16,7 +16,8 @@ from dsv4_jax.cache import KVCache, init_cache
 from dsv4_jax.config import AttentionType, DSV4Config
 from dsv4_jax.errors import LayoutError, PlanError, ShapeError, StepError
 from dsv4_jax.layout import CacheLayout, CacheSize
-from dsv4_jax.manager import StepSequence, build_plan, shape_for
+from dsv4_jax.manager.planning import build_plan
+from dsv4_jax.manager.step_shape import StepSequence, shape_for
 from dsv4_jax.ops import registry
 from dsv4_jax.ops.columns import Columns
 from dsv4_jax.ops.epilogue import Epilogue

@@ -12,8 +12,9 @@ import pytest
 
 from dsv4_jax import AttentionType, CacheLayout, CacheSize, DSV4Config, KVCacheManager, init_cache, stack_plans
 from dsv4_jax.errors import PlanError
-from dsv4_jax.manager import StepSequence, StepShape, build_plan
-from dsv4_jax.manager.planning import next_decode
+from dsv4_jax.manager import StepShape
+from dsv4_jax.manager.planning import build_plan, next_decode
+from dsv4_jax.manager.step_shape import StepSequence
 from dsv4_jax.plan import PackedPlan
 
 CFG = DSV4Config.tiny(layer_types=(AttentionType.CSA, AttentionType.HCA))

@@ -9,8 +9,10 @@ import pytest
 
 from dsv4_jax.config import AttentionType, DSV4Config
 from dsv4_jax.layout import CacheLayout, CacheSize
-from dsv4_jax.manager import StepSequence, StepShape, build_plan, shape_for
-from dsv4_jax.testing import assert_same_bytes, assert_untouched
+from dsv4_jax.manager import StepShape
+from dsv4_jax.manager.planning import build_plan
+from dsv4_jax.manager.step_shape import StepSequence, shape_for
+from dsv4_jax.testing.live import assert_same_bytes, assert_untouched
 
 from .harness import Driver, image, jit_write_step, optimised_write_step, pinned_shape, random_stream
 from .oracle.machine import ProjectedRows

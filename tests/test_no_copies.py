@@ -12,7 +12,8 @@ import pytest
 from dsv4_jax.cache import CHECKED, KVCache, init_cache
 from dsv4_jax.config import AttentionType, DSV4Config
 from dsv4_jax.layout import CacheLayout, CacheSize
-from dsv4_jax.manager import StepSequence, build_plan, shape_for
+from dsv4_jax.manager.planning import build_plan
+from dsv4_jax.manager.step_shape import StepSequence, shape_for
 from dsv4_jax.plan import StepPlan
 from dsv4_jax.testing import assert_no_copies, assert_one_trace
 

@@ -7,7 +7,7 @@ import pytest
 
 from dsv4_jax.config import AttentionType, DSV4Config
 from dsv4_jax.layout import CacheLayout, CacheSize
-from dsv4_jax.testing import assert_same_bytes, assert_untouched
+from dsv4_jax.testing.live import assert_same_bytes, assert_untouched
 
 from .harness import Driver, jit_write_step, optimised_write_step, pinned_shape, random_stream
 from .oracle.machine import Machine

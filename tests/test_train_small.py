@@ -17,7 +17,8 @@ from dsv4_jax.config import AttentionType
 from dsv4_jax.formats import fp8, index_fp4, kv_format
 from dsv4_jax.formats.weights import fp4 as fp4_weights
 from dsv4_jax.formats.weights import fp8 as fp8_weights
-from dsv4_jax.model import forward_uncached, init_params, load_hf, mtp_uncached
+from dsv4_jax.model import forward_uncached, init_params, load_hf
+from dsv4_jax.model.uncached import mtp_uncached
 
 from . import pictures
 from .examples import load_example

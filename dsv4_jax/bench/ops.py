@@ -20,7 +20,8 @@ from .. import ops
 from ..config import DSV4Config
 from ..formats import Codes, RowFormat, Scales, codec
 from ..layout import CacheLayout
-from ..manager import StepSequence, build_plan, shape_for
+from ..manager.planning import build_plan
+from ..manager.step_shape import StepSequence, shape_for
 from ..ops.append import Rows, load
 from ..ops.numerics import inv_frequencies
 from ..ops.registry import OPS, Op

@@ -22,7 +22,8 @@ from ..cache import KVCache, init_cache
 from ..config import AttentionType, DSV4Config
 from ..errors import OptionError
 from ..layout import CacheLayout, CacheSize, KeySplit
-from ..manager import StepSequence, build_plan, shape_for
+from ..manager.planning import build_plan
+from ..manager.step_shape import StepSequence, shape_for
 from ..model.attention import attention
 from ..model.forward import GPU_DECODE_OPTIONS, joined
 from ..model.numerics import rms_norm

@@ -86,7 +86,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..ops import open_exchanges
+    from ..ops.exchange_buffers import open_exchanges
 
     refuse_same({"--prompt-file": args.prompt_file, "--json": args.json})
     mtp = args.draft_tokens > 0

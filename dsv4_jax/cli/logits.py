@@ -11,7 +11,9 @@ import numpy as np
 from ..config import DSV4Config
 from ..errors import PlanError
 from ..layout import CacheLayout, CacheSize
-from ..manager import StepSequence, StepShape, build_plan
+from ..manager import StepShape
+from ..manager.planning import build_plan
+from ..manager.step_shape import StepSequence
 from ..output import open_output
 from .inputs import read_tokens
 from .models import add_weights, load

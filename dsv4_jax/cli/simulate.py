@@ -23,23 +23,15 @@ from ..layout import CacheLayout
 from ..output import open_output
 from ..plotting import save
 from ..records import state_pages
-from ..simulate import (
-    ChatTrace,
-    Link,
-    Server,
-    TraceRequest,
-    hosts_report,
-    link_outputs,
-    make_trace,
-    read_trace,
-    simulate,
-    simulate_handed,
-    simulate_joint,
-    write_trace,
-)
+from ..simulate import Server, TraceRequest, read_trace, simulate
 from ..simulate.bounds import Turn, bounds, turns_of
+from ..simulate.hosts import simulate_handed, simulate_joint
+from ..simulate.linking import link_outputs
+from ..simulate.network import Link
 from ..simulate.plot import hosts_picture, picture
-from ..simulate.report import report, with_bounds
+from ..simulate.report import hosts_report, report, with_bounds
+from ..simulate.synthesis import ChatTrace, make_trace
+from ..simulate.trace import write_trace
 from .inputs import open_regular
 from .models import add_model, model_config, model_file
 from .options import add_command, add_json, add_layout, layout_from, naming, option, refuse_same

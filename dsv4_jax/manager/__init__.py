@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
-import warnings
 from typing import Any
 
 from ..events import BlockEvent, EventBatch, EventLog, coalesce
+from ..former_names import former_name
 from .allocator import BlockAllocator
 from .handoff import Handoff
 from .manager import KVCacheManager
 from .metrics import ManagerStats, prometheus_text
-from .planning import build_plan
 from .policies import CachePolicy, HostWatermark, SnapshotPlacement, WritePolicy
 from .prefix.hashing import BlockHasher, HashSpec, MediaItem, Namespace
 from .prefix.node import Tier
-from .remote_tier import Arrival, RemoteTier
-from .request import Request, RequestState
-from .step_shape import StepSequence, StepShape, shape_for
-from .storage_tier import StorageMove, StorageTier
+from .remote_tier import Arrival
+from .request import Request
+from .step_shape import StepShape
 from .tiered_cache import HostSize
 
 __all__ = [
@@ -37,33 +34,29 @@ __all__ = [
     "ManagerStats",
     "MediaItem",
     "Namespace",
-    "RemoteTier",
     "Request",
-    "RequestState",
     "SnapshotPlacement",
-    "StepSequence",
     "StepShape",
-    "StorageMove",
-    "StorageTier",
     "Tier",
     "WritePolicy",
-    "build_plan",
     "coalesce",
     "prometheus_text",
-    "shape_for",
 ]
 
 _FORMER = {  # names that were here, for one release: where they are now
     "BlockPool": "allocator.BlockAllocator",
     "RemoteRead": "remote_tier.RemoteRead",
+    "RemoteTier": "remote_tier.RemoteTier",
     "RequestRef": "request.RequestRef",
+    "RequestState": "request.RequestState",
+    "StepSequence": "step_shape.StepSequence",
+    "StorageMove": "storage_tier.StorageMove",
+    "StorageTier": "storage_tier.StorageTier",
     "TransferStage": "transfers.TransferStage",
+    "build_plan": "planning.build_plan",
+    "shape_for": "step_shape.shape_for",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name in _FORMER:
-        warnings.warn(f"{__name__}.{name} is {__name__}.{_FORMER[name]} now", DeprecationWarning, stacklevel=2)
-        module, _, new = _FORMER[name].rpartition(".")
-        return getattr(importlib.import_module(f".{module}", __name__), new)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return former_name(__name__, _FORMER, name)

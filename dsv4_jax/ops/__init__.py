@@ -8,25 +8,24 @@ another machine's. With nothing to compute, such as no tokens, every implementat
 Values to store, queries and weights may be `Columns` of a wider matrix.
 """
 
+from typing import Any
+
+from ..former_names import former_name
 from ..plan import register_pytrees
-from .append import WindowView, append, encode, window_rows, window_view
+from .append import append
 from .attend import attend
 from .columns import Columns
-from .compress import CompressorGeometry, CompressorInputs, compress_csa, compress_hca
-from .copy import copy_units
 from .dense_bf16 import dense_bf16
 from .dense_fp8 import dense_fp8
 from .entry_rows import entry_rows
 from .epilogue import Epilogue
-from .exchange import Peers, all_gather, sum_to_all, sum_to_owner
-from .exchange_buffers import Exchange, open_exchanges
-from .gather import gather_rows
-from .hyper_connection import Written, connection_vector, hyper_connection, hyper_head
+from .exchange import all_gather, sum_to_all, sum_to_owner
+from .exchange_buffers import Exchange
+from .hyper_connection import hyper_connection
 from .index_scores import index_scores
 from .moe import moe
 from .normalise import normalise
-from .numerics import hadamard, inv_frequencies, rms_norm, rope, rope_frequencies
-from .queries import finish_queries
+from .numerics import hadamard, rms_norm, rope, rope_frequencies
 from .route import route
 from .sequence import in_sequence
 from .swiglu import swiglu
@@ -34,35 +33,20 @@ from .top_k import top_k
 
 __all__ = [
     "Columns",
-    "CompressorGeometry",
-    "CompressorInputs",
     "Epilogue",
     "Exchange",
-    "Peers",
-    "WindowView",
-    "Written",
     "all_gather",
     "append",
     "attend",
-    "compress_csa",
-    "compress_hca",
-    "connection_vector",
-    "copy_units",
     "dense_bf16",
     "dense_fp8",
-    "encode",
     "entry_rows",
-    "finish_queries",
-    "gather_rows",
     "hadamard",
     "hyper_connection",
-    "hyper_head",
     "in_sequence",
     "index_scores",
-    "inv_frequencies",
     "moe",
     "normalise",
-    "open_exchanges",
     "rms_norm",
     "rope",
     "rope_frequencies",
@@ -71,8 +55,30 @@ __all__ = [
     "sum_to_owner",
     "swiglu",
     "top_k",
-    "window_rows",
-    "window_view",
 ]
 
 register_pytrees()
+
+_FORMER = {  # names that were here, for one release: where they are now
+    "CompressorGeometry": "compress.CompressorGeometry",
+    "CompressorInputs": "compress.CompressorInputs",
+    "Peers": "exchange.Peers",
+    "WindowView": "append.WindowView",
+    "Written": "hyper_connection.Written",
+    "compress_csa": "compress.compress_csa",
+    "compress_hca": "compress.compress_hca",
+    "connection_vector": "hyper_connection.connection_vector",
+    "copy_units": "copy.copy_units",
+    "encode": "append.encode",
+    "finish_queries": "queries.finish_queries",
+    "gather_rows": "gather.gather_rows",
+    "hyper_head": "hyper_connection.hyper_head",
+    "inv_frequencies": "numerics.inv_frequencies",
+    "open_exchanges": "exchange_buffers.open_exchanges",
+    "window_rows": "append.window_rows",
+    "window_view": "append.window_view",
+}
+
+
+def __getattr__(name: str) -> Any:
+    return former_name(__name__, _FORMER, name)

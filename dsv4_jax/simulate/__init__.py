@@ -3,30 +3,35 @@
 Nothing here imports jax. `dsv4-jax simulate` is the command.
 """
 
+from typing import Any
+
+from ..former_names import former_name
 from .engine import simulate
-from .hosts import simulate_handed, simulate_joint
-from .linking import link_outputs
-from .network import Link
-from .report import hosts_report
 from .simulation import Server, Simulation
 from .step_time import StepTime
-from .synthesis import ChatTrace, make_trace
-from .trace import TraceRequest, TraceRun, read_trace, write_trace
+from .trace import TraceRequest, read_trace
 
 __all__ = [
-    "ChatTrace",
-    "Link",
     "Server",
     "Simulation",
     "StepTime",
     "TraceRequest",
-    "TraceRun",
-    "hosts_report",
-    "link_outputs",
-    "make_trace",
     "read_trace",
     "simulate",
-    "simulate_handed",
-    "simulate_joint",
-    "write_trace",
 ]
+
+_FORMER = {  # names that were here, for one release: where they are now
+    "ChatTrace": "synthesis.ChatTrace",
+    "make_trace": "synthesis.make_trace",
+    "write_trace": "trace.write_trace",
+    "Link": "network.Link",
+    "TraceRun": "trace.TraceRun",
+    "hosts_report": "report.hosts_report",
+    "link_outputs": "linking.link_outputs",
+    "simulate_handed": "hosts.simulate_handed",
+    "simulate_joint": "hosts.simulate_joint",
+}
+
+
+def __getattr__(name: str) -> Any:
+    return former_name(__name__, _FORMER, name)

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ..errors import HandoffError
-from ..manager import Arrival, Handoff, RemoteTier
-from ..manager.remote_tier import RemoteRead
+from ..manager import Arrival, Handoff
+from ..manager.remote_tier import RemoteRead, RemoteTier
 from ..records import page_bytes
 from .host import Host
 from .network import Network

@@ -11,8 +11,9 @@
 | `storage_driver` | `StorageDriver`: host records to and from stores, beside the steps |
 | `remote` | `RecordTransport`, `RemoteDriver`: records and prompts of other machines; no jax |
 
-`host_memory` (the memory of a `HostCache`, for transports), `cache_units`, `record_copy`, `host_records` and
-`store_calls` are what these are made of. The modules load on first use; `swap_plan` imports no jax.
+`HostCache`, `run_transfers` and `stack_transfers` are names of `dsv4_jax`. `host_memory` (the memory of a `HostCache`,
+for transports), `cache_units`, `record_copy`, `host_records` and `store_calls` are what these are made of. The modules
+load on first use; `swap_plan` imports no jax.
 """
 
 from __future__ import annotations
@@ -22,30 +23,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import async_swap as async_swap
-    from . import host_cache as host_cache
     from . import overlapped_swap as overlapped_swap
     from . import remote as remote
     from . import storage_driver as storage_driver
     from . import swap as swap
     from . import swap_plan as swap_plan
-    from . import transfer_handle as transfer_handle
-    from . import transfers as transfers
 
 __all__ = [
     "async_swap",
-    "host_cache",
     "overlapped_swap",
     "remote",
     "storage_driver",
     "swap",
     "swap_plan",
-    "transfer_handle",
-    "transfers",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:
+    if name in (*__all__, "host_cache", "transfer_handle", "transfers"):
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

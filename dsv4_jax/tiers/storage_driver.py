@@ -25,7 +25,8 @@ import numpy as np
 
 from ..checks import check_seconds
 from ..errors import LayoutError, StoreFormatError
-from ..manager import KVCacheManager, MediaItem, Namespace, StorageMove, StorageTier
+from ..manager import KVCacheManager, MediaItem, Namespace
+from ..manager.storage_tier import StorageMove, StorageTier
 from ..plan import own_ids
 from ..records import block_record, snapshot_record
 from ..stores import AsyncStore

@@ -20,20 +20,12 @@ from dsv4_jax.cli.simulate_server import placement
 from dsv4_jax.cli.simulate_table import hosts_table
 from dsv4_jax.errors import TraceError
 from dsv4_jax.manager import CachePolicy, HostSize, Namespace, SnapshotPlacement, WritePolicy
-from dsv4_jax.simulate import (
-    ChatTrace,
-    Server,
-    StepTime,
-    TraceRequest,
-    TraceRun,
-    make_trace,
-    read_trace,
-    simulate,
-    write_trace,
-)
+from dsv4_jax.simulate import Server, StepTime, TraceRequest, read_trace, simulate
 from dsv4_jax.simulate.plot import hosts_picture
 from dsv4_jax.simulate.report import report
+from dsv4_jax.simulate.synthesis import ChatTrace, make_trace
 from dsv4_jax.simulate.tokens import prefix_names, run_tokens
+from dsv4_jax.simulate.trace import TraceRun, write_trace
 
 from . import refusals
 

@@ -11,7 +11,8 @@ import pytest
 
 from dsv4_jax.errors import ImplementationError
 from dsv4_jax.formats import RowFormat, kv_format
-from dsv4_jax.ops import append, encode
+from dsv4_jax.ops import append
+from dsv4_jax.ops.append import encode
 
 from ..pallas.test_append import TestAppendOnTheGpu as OnTheGpu
 from ..pallas.test_append import check_epilogue, random_epilogue

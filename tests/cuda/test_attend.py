@@ -19,9 +19,12 @@ from dsv4_jax.cuda.widths import BF16_ROW
 from dsv4_jax.errors import ImplementationError
 from dsv4_jax.formats import RowFormat, kv_format
 from dsv4_jax.layout import CacheLayout, CacheSize
-from dsv4_jax.manager import StepSequence, build_plan, shape_for
-from dsv4_jax.ops import Epilogue, WindowView, attend, gather_rows
+from dsv4_jax.manager.planning import build_plan
+from dsv4_jax.manager.step_shape import StepSequence, shape_for
+from dsv4_jax.ops import Epilogue, attend
+from dsv4_jax.ops.append import WindowView
 from dsv4_jax.ops.attend import CHUNK, SharedEntries, finish_output
+from dsv4_jax.ops.gather import gather_rows
 
 from ..ops.arg_specs import ATTEND, ATTEND_V4, AttendSpec
 from ..ops.test_attend import AttendTest, jit_attend, problem

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from dsv4_jax.cuda.calls import float_columns
-from dsv4_jax.ops import append, compress_csa, finish_queries, index_scores
+from dsv4_jax.ops import append, index_scores
 from dsv4_jax.ops.columns import Columns
-from dsv4_jax.ops.compress import CompressorInputs
+from dsv4_jax.ops.compress import CompressorInputs, compress_csa
+from dsv4_jax.ops.queries import finish_queries
 
 from ..ops.test_columns import CUT, IN_PLACE, INDEX, KV, ColumnsTest
 from ..pallas.test_append import random_epilogue

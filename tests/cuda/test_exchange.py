@@ -12,7 +12,8 @@ import pytest
 from jax import lax
 
 from dsv4_jax.errors import ExchangeError
-from dsv4_jax.ops import Exchange, Peers, all_gather, sum_to_all, sum_to_owner
+from dsv4_jax.ops import Exchange, all_gather, sum_to_all, sum_to_owner
+from dsv4_jax.ops.exchange import Peers
 
 from ..native import run_sanitized
 from ..ops.test_exchange import ExchangeTest, on_mesh, values

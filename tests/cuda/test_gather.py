@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax.formats import RowFormat, kv_format
-from dsv4_jax.ops import gather_rows
+from dsv4_jax.ops.gather import gather_rows
 
 from ..ops.test_append_gather import GatherTest, jit_gather, random_rows
 

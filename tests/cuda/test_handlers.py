@@ -17,21 +17,13 @@ from dsv4_jax import ffi, libraries
 from dsv4_jax.cuda.widths import BF16_ROW
 from dsv4_jax.errors import ImplementationError
 from dsv4_jax.ops import (
-    Peers,
-    WindowView,
-    Written,
     all_gather,
     append,
     attend,
-    compress_csa,
-    compress_hca,
     dense_bf16,
     dense_fp8,
     entry_rows,
-    finish_queries,
-    gather_rows,
     hyper_connection,
-    hyper_head,
     index_scores,
     moe,
     normalise,
@@ -41,7 +33,13 @@ from dsv4_jax.ops import (
     swiglu,
     top_k,
 )
+from dsv4_jax.ops.append import WindowView
 from dsv4_jax.ops.columns import Product
+from dsv4_jax.ops.compress import compress_csa, compress_hca
+from dsv4_jax.ops.exchange import Peers
+from dsv4_jax.ops.gather import gather_rows
+from dsv4_jax.ops.hyper_connection import Written, hyper_head
+from dsv4_jax.ops.queries import finish_queries
 from dsv4_jax.pools.kv_pool import store_kv
 
 from ..ops.test_columns import INDEX, KV

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv4_jax.pools import KVSpec, store_kv
+from dsv4_jax.pools import KVSpec
+from dsv4_jax.pools.kv_pool import store_kv
 
 from ..pools.test_kv_pool import KVStoreTest, parts_of
 

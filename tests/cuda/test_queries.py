@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from dsv4_jax.errors import ImplementationError
-from dsv4_jax.ops import finish_queries
 from dsv4_jax.ops.columns import Product
+from dsv4_jax.ops.queries import finish_queries
 
 from ..ops.test_queries import QueriesTest, jit_finish, model
 

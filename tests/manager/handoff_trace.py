@@ -13,8 +13,8 @@ import random
 from typing import NamedTuple
 
 from dsv4_jax.errors import HandoffError, NoFreeSlotError
-from dsv4_jax.manager import Arrival, Handoff, HostSize, Namespace, RemoteTier
-from dsv4_jax.manager.remote_tier import RemoteRead
+from dsv4_jax.manager import Arrival, Handoff, HostSize, Namespace
+from dsv4_jax.manager.remote_tier import RemoteRead, RemoteTier
 from dsv4_jax.manager.request import Request
 from tests.clock import FakeClock
 

@@ -30,14 +30,13 @@ from dsv4_jax.manager import (
     HostWatermark,
     Namespace,
     SnapshotPlacement,
-    StorageMove,
-    StorageTier,
     Tier,
     WritePolicy,
 )
 from dsv4_jax.manager.policies import EVICTION_POLICIES
 from dsv4_jax.manager.prefix.node import NodeState, copies
 from dsv4_jax.manager.request import Request
+from dsv4_jax.manager.storage_tier import StorageMove, StorageTier
 from dsv4_jax.plan import StateSwapPlan, SwapPlan
 from tests.manager.symbolic_device import UNWRITTEN, State, SymbolicDevice, whole
 

@@ -7,9 +7,10 @@ import sys
 import pytest
 
 from dsv4_jax.errors import ManagerInterruptedError, OutOfBlocksError, PlanError
-from dsv4_jax.manager import EventLog, HostSize, KVCacheManager, StepShape, StorageTier, Tier, WritePolicy
+from dsv4_jax.manager import EventLog, HostSize, KVCacheManager, StepShape, Tier, WritePolicy
 from dsv4_jax.manager.prefix.prefix_tree import PrefixTree
 from dsv4_jax.manager.request import Request, RequestState
+from dsv4_jax.manager.storage_tier import StorageTier
 from dsv4_jax.manager.transfers import BLOCK, SLOT
 
 from .test_caching import LAYOUT, PROMPT, make

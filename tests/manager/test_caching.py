@@ -22,15 +22,14 @@ from dsv4_jax.manager import (
     HostWatermark,
     MediaItem,
     Namespace,
-    RequestState,
     SnapshotPlacement,
     StepShape,
-    StorageTier,
     WritePolicy,
     prometheus_text,
 )
 from dsv4_jax.manager.prefix.node import Tier
-from dsv4_jax.manager.request import Request
+from dsv4_jax.manager.request import Request, RequestState
+from dsv4_jax.manager.storage_tier import StorageTier
 from dsv4_jax.manager.transfers import TransferQueue
 
 B = 8

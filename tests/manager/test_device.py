@@ -10,7 +10,7 @@ import pytest
 from dsv4_jax import CacheLayout, CacheSize, DSV4Config, KVCacheManager, init_cache
 from dsv4_jax.config import AttentionType
 from dsv4_jax.manager import Request, StepShape
-from dsv4_jax.testing import Held, assert_same_bytes, live_bytes
+from dsv4_jax.testing.live import Held, assert_same_bytes, live_bytes
 
 from ..harness import jit_write_step, layer_writes, random_norms, random_stream
 from ..oracle.machine import ProjectedRows

@@ -25,7 +25,8 @@ from dsv4_jax.errors import (
     PlanError,
     RequestError,
 )
-from dsv4_jax.manager import CachePolicy, Handoff, HostSize, Namespace, RemoteTier
+from dsv4_jax.manager import CachePolicy, Handoff, HostSize, Namespace
+from dsv4_jax.manager.remote_tier import RemoteTier
 from tests.clock import FakeClock
 from tests.interruption import Fault
 

@@ -17,7 +17,8 @@ import pytest
 import dsv4_jax.manager
 from dsv4_jax import KVCacheManager
 from dsv4_jax.errors import ManagerInterruptedError, OutOfBlocksError
-from dsv4_jax.manager import HostSize, RemoteTier
+from dsv4_jax.manager import HostSize
+from dsv4_jax.manager.remote_tier import RemoteTier
 from dsv4_jax.manager.storage_tier import StorageTier
 from tests.interruption import Fault
 from tests.manager.test_caching_stateful import LAYOUT, POLICIES, Trace

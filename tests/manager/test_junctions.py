@@ -7,9 +7,10 @@ import dataclasses
 import pytest
 
 from dsv4_jax import CacheLayout, CachePolicy, CacheSize, DSV4Config, KVCacheManager, plan_capacity
-from dsv4_jax.manager import HostSize, SnapshotPlacement, StorageTier
+from dsv4_jax.manager import HostSize, SnapshotPlacement
 from dsv4_jax.manager.prefix.node import Tier
 from dsv4_jax.manager.request import Request
+from dsv4_jax.manager.storage_tier import StorageTier
 
 B = 128
 LAYOUT = CacheLayout(DSV4Config.tiny())

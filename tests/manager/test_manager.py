@@ -22,7 +22,8 @@ from dsv4_jax.errors import (
     PlanError,
     RequestError,
 )
-from dsv4_jax.manager import CachePolicy, RequestState, StepShape
+from dsv4_jax.manager import CachePolicy, StepShape
+from dsv4_jax.manager.request import RequestState
 
 from ..effort import lines_run
 

@@ -12,8 +12,9 @@ import pytest
 from dsv4_jax import CacheLayout, CachePolicy, CacheSize, DSV4Config, KVCacheManager
 from dsv4_jax.checks import check_integer
 from dsv4_jax.errors import CacheError, PlanError, PoolError, RequestError
-from dsv4_jax.manager import EventLog, MediaItem, Namespace, StorageTier
+from dsv4_jax.manager import EventLog, MediaItem, Namespace
 from dsv4_jax.manager.allocator import BlockAllocator
+from dsv4_jax.manager.storage_tier import StorageTier
 
 from .prefix.test_hashing_keys import BAD_TOKENS, Evil, kind
 

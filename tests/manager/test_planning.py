@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.errors import PlanError
 from dsv4_jax.layout import CacheLayout
-from dsv4_jax.manager import StepSequence, StepShape, build_plan, shape_for
-from dsv4_jax.manager.planning import next_decode
+from dsv4_jax.manager import StepShape
+from dsv4_jax.manager.planning import build_plan, next_decode
+from dsv4_jax.manager.step_shape import StepSequence, shape_for
 from dsv4_jax.plan import StepPlan
 
 LAYOUT = CacheLayout(DSV4Config.tiny(), draft_tokens=2)

@@ -16,7 +16,8 @@ from dsv4_jax.errors import (
     RequestError,
 )
 from dsv4_jax.layout import CacheLayout, CacheSize
-from dsv4_jax.manager import KVCacheManager, Request, StepSequence
+from dsv4_jax.manager import KVCacheManager, Request
+from dsv4_jax.manager.step_shape import StepSequence
 
 from .test_planning import check_plan
 

@@ -19,7 +19,8 @@ import pytest
 import dsv4_jax.manager
 from dsv4_jax import CacheLayout, CachePolicy, CacheSize, DSV4Config, KVCacheManager
 from dsv4_jax.errors import ContextLimitError, ManagerBusyError, ManagerInterruptedError, NoFreeSlotError
-from dsv4_jax.manager import EventLog, HostSize, StorageTier, Tier, guard, prometheus_text
+from dsv4_jax.manager import EventLog, HostSize, Tier, guard, prometheus_text
+from dsv4_jax.manager.storage_tier import StorageTier
 
 from .test_interrupted import assert_closed
 

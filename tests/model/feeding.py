@@ -10,7 +10,9 @@ import numpy as np
 
 from dsv4_jax import AttentionType, CacheLayout, DSV4Config, init_cache, model
 from dsv4_jax.layout import CacheSize
-from dsv4_jax.manager import StepSequence, StepShape, build_plan
+from dsv4_jax.manager import StepShape
+from dsv4_jax.manager.planning import build_plan
+from dsv4_jax.manager.step_shape import StepSequence
 
 forward = jax.jit(model.forward, donate_argnames="cache", static_argnames=("index_qat", "implementation"))
 prefill = jax.jit(model.prefill, donate_argnames="cache")

@@ -45,7 +45,7 @@ from dsv4_jax.errors import NoFreeSlotError, OutOfBlocksError
 from dsv4_jax.manager import CachePolicy, HostSize, Request, SnapshotPlacement, StepShape
 from dsv4_jax.manager.prefix.node import T
 from dsv4_jax.manager.transfers import Transfers
-from dsv4_jax.ops import open_exchanges
+from dsv4_jax.ops.exchange_buffers import open_exchanges
 from dsv4_jax.plan import StepPlan
 
 SWA, CSA, HCA = AttentionType

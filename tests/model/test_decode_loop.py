@@ -14,6 +14,7 @@ import pytest
 from dsv4_jax import CacheLayout, init_cache, model
 from dsv4_jax.layout import CacheSize
 from dsv4_jax.manager import KVCacheManager
+from dsv4_jax.model.sampling import sample
 
 from .feeding import CFG, decode_step, prefill, text_tokens
 
@@ -51,7 +52,7 @@ def test_loop_equals_steps(params):
     assert all(leaf.is_deleted() for leaf in start.arrays.values())
 
     cache, manager, requests, tokens = prefilled(params)
-    draw = jax.jit(functools.partial(model.sample, sampling=sampling))
+    draw = jax.jit(functools.partial(sample, sampling=sampling))
     for i in range(STEPS):
         plan = manager.plan_step([(r, 1) for r in requests], shape=shape)
         before = cache

@@ -13,14 +13,9 @@ import pytest
 from dsv4_jax import CacheLayout, DSV4Config, cache_sharding, init_cache, model
 from dsv4_jax.errors import PlanError, RequestError
 from dsv4_jax.layout import CacheSize
-from dsv4_jax.manager import (
-    CachePolicy,
-    KVCacheManager,
-    SnapshotPlacement,
-    StepSequence,
-    StepShape,
-    build_plan,
-)
+from dsv4_jax.manager import CachePolicy, KVCacheManager, SnapshotPlacement, StepShape
+from dsv4_jax.manager.planning import build_plan
+from dsv4_jax.manager.step_shape import StepSequence
 from dsv4_jax.model.ahead import moved
 from dsv4_jax.model.sampling import Sampling, distribution, sample
 from dsv4_jax.model.speculative import accept, verify

@@ -17,7 +17,9 @@ import pytest
 
 from dsv4_jax import CacheLayout, ffi, init_cache, model, ops, shard_step
 from dsv4_jax.layout import CacheSize
-from dsv4_jax.manager import StepSequence, build_plan, shape_for
+from dsv4_jax.manager.planning import build_plan
+from dsv4_jax.manager.step_shape import StepSequence, shape_for
+from dsv4_jax.model.mtp import mtp_forward
 from dsv4_jax.model.weights.packing import PackedLayers
 from dsv4_jax.model.weights.placement import device_specs
 from dsv4_jax.model.weights.split import RowShare, Split
@@ -71,7 +73,7 @@ CASES: dict[str, Case] = {
     "prefill": (model.prefill, 5, 5, [], {}),
     "decode_step": (model.decode_step, 1, 1, [], {}),
     "decode_loop": (model.decode_loop, 1, 1, [], dict(num_steps=STEPS)),
-    "mtp_forward": (model.mtp_forward, 3, 3, [], {}),
+    "mtp_forward": (mtp_forward, 3, 3, [], {}),
     "draft_step": (model.draft_step, 1 + DRAFTS, 1 + DRAFTS, [WANTED], dict(width=DRAFTS)),
     "draft_loop": (model.draft_loop, 1 + DRAFTS, 1, [WANTED], dict(width=DRAFTS, num_steps=STEPS)),
 }

@@ -11,7 +11,11 @@ from dsv4_jax import AttentionType, CacheLayout, DSV4Config, init_cache, model
 from dsv4_jax.errors import ConfigError, LayoutError, ShapeError, StepError
 from dsv4_jax.layout import CacheSize
 from dsv4_jax.manager import CachePolicy, KVCacheManager, SnapshotPlacement
-from dsv4_jax.testing import Mixes, StepRunner, assert_same_bytes
+from dsv4_jax.model.mtp import mtp_forward
+from dsv4_jax.model.uncached import mtp_uncached
+from dsv4_jax.testing import StepRunner
+from dsv4_jax.testing.live import assert_same_bytes
+from dsv4_jax.testing.serving import Mixes
 
 SWA, CSA, HCA = AttentionType
 CFG = DSV4Config.tiny(
@@ -35,7 +39,7 @@ TEXT = np.random.default_rng(0).integers(0, 32, 60).tolist()
 
 def guesses(params, cache, plan, tokens):
     """A step whose logits are the MTP layer's."""
-    _, logits, cache = model.mtp_forward(params, cache, plan, tokens)
+    _, logits, cache = mtp_forward(params, cache, plan, tokens)
     return logits, cache
 
 
@@ -52,7 +56,7 @@ def runner(params) -> StepRunner:
 @pytest.fixture(scope="module")
 def uncached(params) -> np.ndarray:
     """Row i: what the residual of token i and token i + 1 say of token i + 2."""
-    return np.asarray(model.mtp_uncached(CFG, params, np.array(TEXT)))
+    return np.asarray(mtp_uncached(CFG, params, np.array(TEXT)))
 
 
 @pytest.mark.parametrize("chunks", [(1,) * 60, (16, 16, 16, 12), (3, 1, 13, 2, 2, 16, 1, 6, 16)], ids=len)
@@ -65,7 +69,7 @@ def test_the_layer_hears_both_the_residual_and_the_token(params, uncached) -> No
     """What the comparisons rely on: either changed, the guesses are others, and only from there on."""
     text = np.array(TEXT)
     text[30] = (text[30] + 1) % 32
-    other = np.asarray(model.mtp_uncached(CFG, params, text))
+    other = np.asarray(mtp_uncached(CFG, params, text))
     changed = np.abs(other - uncached).max(1) > 1e-3
     assert not changed[:29].any() and changed[29] and changed[30]  # row 29 of token 30 alone
 
@@ -132,9 +136,9 @@ def test_without_an_mtp_layer(params) -> None:
     arguments = (plan, np.zeros(plan.num_tokens, np.int32))
     backbone = {name: value for name, value in params.items() if name != "mtp"}
     with pytest.raises(ShapeError, match="the parameters have no MTP layer"):
-        model.mtp_forward(backbone, init_cache(LAYOUT, size), *arguments)
+        mtp_forward(backbone, init_cache(LAYOUT, size), *arguments)
     with pytest.raises(ShapeError, match="the cache has no MTP layer"):
-        model.mtp_forward(params, init_cache(bare, size), KVCacheManager(bare, size).plan_step([]), arguments[1])
+        mtp_forward(params, init_cache(bare, size), KVCacheManager(bare, size).plan_step([]), arguments[1])
     with pytest.raises(ShapeError, match="drafts of 3 tokens in a cache whose draft_tokens is 2"):
         model.draft_step(params, init_cache(LAYOUT, size), *arguments, np.zeros(1, np.int32), 3)
     for count in (0, 2):

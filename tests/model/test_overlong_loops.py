@@ -28,7 +28,7 @@ from dsv4_jax import (
 from dsv4_jax.cache import KVCache
 from dsv4_jax.errors import PlanError, RequestError
 from dsv4_jax.manager import Request
-from dsv4_jax.testing import Held, live_bytes
+from dsv4_jax.testing.live import Held, live_bytes
 
 from ..hostile import wherever
 from . import test_mtp

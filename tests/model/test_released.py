@@ -19,7 +19,8 @@ import pytest
 from dsv4_jax import CacheLayout, DSV4Config, ffi, init_cache, model
 from dsv4_jax.errors import CheckpointError, ConfigError, ShapeError
 from dsv4_jax.layout import CacheSize
-from dsv4_jax.manager import StepSequence, build_plan, shape_for
+from dsv4_jax.manager.planning import build_plan
+from dsv4_jax.manager.step_shape import StepSequence, shape_for
 from dsv4_jax.model import numerics
 from dsv4_jax.model.weights import packing
 from dsv4_jax.model.weights.deferred import Deferred

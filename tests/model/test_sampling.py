@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv4_jax import model
 from dsv4_jax.errors import RequestError
 from dsv4_jax.model import Sampling
+from dsv4_jax.model import sampling as samplers
 from dsv4_jax.model.sampling import distribution
 
-sample = jax.jit(model.sample, static_argnames="sampling")
+sample = jax.jit(samplers.sample, static_argnames="sampling")
 ROWS, VOCAB = 4000, 11
 
 

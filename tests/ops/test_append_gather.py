@@ -12,8 +12,11 @@ import pytest
 
 from dsv4_jax import CacheLayout, DSV4Config
 from dsv4_jax.formats import INDEX_FORMATS, KV_FORMATS, Codes, RowFormat, Scales, index_format, kv_format
-from dsv4_jax.manager import StepSequence, build_plan, shape_for
-from dsv4_jax.ops import append, gather_rows, window_rows, window_view
+from dsv4_jax.manager.planning import build_plan
+from dsv4_jax.manager.step_shape import StepSequence, shape_for
+from dsv4_jax.ops import append
+from dsv4_jax.ops.append import window_rows, window_view
+from dsv4_jax.ops.gather import gather_rows
 
 from ..oracle import rows as oracle
 from .op_test import OpTest

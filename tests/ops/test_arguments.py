@@ -13,21 +13,12 @@ import pytest
 
 from dsv4_jax.errors import LayoutError, ShapeError
 from dsv4_jax.formats import index_format, kv_format
-from dsv4_jax.ops import (
-    Columns,
-    Epilogue,
-    WindowView,
-    append,
-    attend,
-    compress_csa,
-    compress_hca,
-    encode,
-    finish_queries,
-    gather_rows,
-    index_scores,
-    top_k,
-)
-from dsv4_jax.pools import store_kv
+from dsv4_jax.ops import Columns, Epilogue, append, attend, index_scores, top_k
+from dsv4_jax.ops.append import WindowView, encode
+from dsv4_jax.ops.compress import compress_csa, compress_hca
+from dsv4_jax.ops.gather import gather_rows
+from dsv4_jax.ops.queries import finish_queries
+from dsv4_jax.pools.kv_pool import store_kv
 
 from ..pallas.test_compress import STREAMS, plan_of, stream_of
 

@@ -11,7 +11,8 @@ import pytest
 
 from dsv4_jax.errors import ImplementationError
 from dsv4_jax.formats import codec
-from dsv4_jax.ops import WindowView, attend
+from dsv4_jax.ops import attend
+from dsv4_jax.ops.append import WindowView
 
 from ..oracle import attention
 from ..oracle import rows as oracle_rows

@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 
 from dsv4_jax.formats import index_format, kv_format
-from dsv4_jax.ops import compress_csa, compress_hca
 from dsv4_jax.ops.append import encode
 from dsv4_jax.ops.columns import Columns
-from dsv4_jax.ops.compress import CompressorInputs
+from dsv4_jax.ops.compress import CompressorInputs, compress_csa, compress_hca
 
 from ..pallas.test_append import random_epilogue, random_values
 from ..pallas.test_compress import STREAMS, plan_of, stream_of

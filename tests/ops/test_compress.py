@@ -11,7 +11,7 @@ from dsv4_jax.config import AttentionType, DSV4Config
 from dsv4_jax.layout import CacheLayout, CacheSize
 from dsv4_jax.manager import StepShape
 from dsv4_jax.ops.registry import Choice
-from dsv4_jax.testing import assert_untouched
+from dsv4_jax.testing.live import assert_untouched
 
 from ..harness import Driver, image, pinned_shape, random_stream
 from ..oracle.close import assert_rows_close

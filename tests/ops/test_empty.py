@@ -10,7 +10,10 @@ import pytest
 
 from dsv4_jax.errors import ImplementationError
 from dsv4_jax.formats import INDEX_FORMATS, KV_FORMATS, RowFormat, codec, index_format, kv_format
-from dsv4_jax.ops import WindowView, append, attend, encode, finish_queries, gather_rows, index_scores, top_k
+from dsv4_jax.ops import append, attend, index_scores, top_k
+from dsv4_jax.ops.append import WindowView, encode
+from dsv4_jax.ops.gather import gather_rows
+from dsv4_jax.ops.queries import finish_queries
 
 FORMATS = [kv_format(n, 32, 8) for n in KV_FORMATS] + [index_format(n, 32) for n in INDEX_FORMATS]
 rooms = pytest.mark.parametrize("implementation", ["xla", "pallas", "cuda"])

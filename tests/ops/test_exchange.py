@@ -14,8 +14,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dsv4_jax.errors import ImplementationError, ShapeError
-from dsv4_jax.ops import Peers, all_gather, sum_to_all, sum_to_owner
-from dsv4_jax.ops.exchange import sum_in_pairs, using
+from dsv4_jax.ops import all_gather, sum_to_all, sum_to_owner
+from dsv4_jax.ops.exchange import Peers, sum_in_pairs, using
 
 from .op_test import OpTest
 

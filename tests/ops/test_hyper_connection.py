@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from dsv4_jax.errors import ShapeError
-from dsv4_jax.ops import Written, connection_vector, hyper_connection, hyper_head
+from dsv4_jax.ops import hyper_connection
+from dsv4_jax.ops.hyper_connection import Written, connection_vector, hyper_head
 
 from ..oracle import residual as oracle
 from .op_test import OpTest

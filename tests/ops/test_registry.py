@@ -19,8 +19,8 @@ import pytest
 from dsv4_jax import ffi
 from dsv4_jax.errors import ImplementationError, PerformanceWarning
 from dsv4_jax.formats import INDEX_FORMATS, KV_FORMATS, RowFormat, index_format, kv_format
-from dsv4_jax.ops import WindowView, attend, registry, sequence, top_k
-from dsv4_jax.ops.append import AppendArguments
+from dsv4_jax.ops import attend, registry, sequence, top_k
+from dsv4_jax.ops.append import AppendArguments, WindowView
 from dsv4_jax.ops.attend import AttendArguments
 from dsv4_jax.ops.columns import Product
 from dsv4_jax.ops.compress import CompressArguments

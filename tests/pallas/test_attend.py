@@ -13,7 +13,8 @@ import pytest
 
 from dsv4_jax.errors import ImplementationError
 from dsv4_jax.formats import RowFormat, codec, kv_format
-from dsv4_jax.ops import WindowView, attend
+from dsv4_jax.ops import attend
+from dsv4_jax.ops.append import WindowView
 from dsv4_jax.ops.attend import AttendArguments
 from dsv4_jax.pallas import attend as kernel
 

@@ -14,7 +14,8 @@ import pytest
 from dsv4_jax.config import AttentionType, DSV4Config
 from dsv4_jax.formats import RowFormat, index_format, kv_format
 from dsv4_jax.layout import CacheLayout
-from dsv4_jax.manager import StepSequence, build_plan, shape_for
+from dsv4_jax.manager.planning import build_plan
+from dsv4_jax.manager.step_shape import StepSequence, shape_for
 from dsv4_jax.ops.compress import (
     CompressArguments,
     CompressorGeometry,

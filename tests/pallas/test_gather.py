@@ -11,8 +11,7 @@ import pytest
 
 from dsv4_jax.errors import ImplementationError
 from dsv4_jax.formats import INDEX_FORMATS, KV_FORMATS, RowFormat, index_format, kv_format
-from dsv4_jax.ops import gather_rows
-from dsv4_jax.ops.gather import GatherArguments
+from dsv4_jax.ops.gather import GatherArguments, gather_rows
 from dsv4_jax.pallas import gather as kernel
 
 from ..ops.test_append_gather import GatherTest, random_rows

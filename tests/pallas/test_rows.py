@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax.formats import INDEX_FORMATS, KV_FORMATS, RowFormat, Scales, codec, index_format, kv_format
-from dsv4_jax.ops import gather_rows
+from dsv4_jax.ops.gather import gather_rows
 from dsv4_jax.pallas import attend, emit, gather, index_scores
 
 from ..ops.test_append_gather import random_rows

@@ -12,15 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv4_jax.errors import CapacityError, PoolError
-from dsv4_jax.pools import (
-    GDNSpec,
-    KVPool,
-    TokenToKVPoolAllocator,
-    make_full_attention_net_mem_pool,
-    make_gdn_pool,
-    make_req_to_token_pool,
-    plan_pools,
-)
+from dsv4_jax.pools import GDNSpec, KVPool, TokenToKVPoolAllocator
+from dsv4_jax.pools.factories import make_full_attention_net_mem_pool, make_gdn_pool, make_req_to_token_pool, plan_pools
 
 SHAPE = dict(layers=2, k_heads=2, k_dim=8, v_heads=1, v_dim=4)
 GDN = GDNSpec(max_requests=3, layers=2, heads=1, k_dim=4, v_dim=4, conv_dim=4, conv_kernel=3, track_slots=1)

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv4_jax.errors import OutOfBlocksError, PoolError, ShapeError
-from dsv4_jax.pools import GDNPool, GDNSpec, ReqToTokenPool, StateSlots, copy_states, reset_states
+from dsv4_jax.pools import GDNPool, GDNSpec, ReqToTokenPool, StateSlots, copy_states
+from dsv4_jax.pools.gdn_pool import reset_states
 
 from . import assert_in_place
 

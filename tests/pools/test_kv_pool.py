@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from dsv4_jax.errors import ImplementationError, PoolError, ShapeError
 from dsv4_jax.ops.registry import Choice
 from dsv4_jax.pallas import kv_store as kernel
-from dsv4_jax.pools import KVPool, KVSpec, store_kv
-from dsv4_jax.pools.kv_pool import KVStoreArguments
+from dsv4_jax.pools import KVPool, KVSpec
+from dsv4_jax.pools.kv_pool import KVStoreArguments, store_kv
 
 from ..ops.op_test import OpTest
 from ..pallas.lowering import lowers_for_cuda

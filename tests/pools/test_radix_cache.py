@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 
 from dsv4_jax.errors import OutOfBlocksError, PoolError
 from dsv4_jax.events import EventBatch, EventLog, Tier, coalesce
-from dsv4_jax.pools import ChunkCache, GDNSpec, RadixCache, StateSlots, TokenToKVPoolAllocator, page_digests
+from dsv4_jax.pools import GDNSpec, RadixCache, StateSlots, TokenToKVPoolAllocator
+from dsv4_jax.pools.chunk_cache import ChunkCache
+from dsv4_jax.pools.digests import page_digests
 
 from ..effort import lines_run
 

@@ -12,7 +12,7 @@ import time
 
 from rich.progress import track
 
-from dsv4_jax.testing import Mixes
+from dsv4_jax.testing.serving import Mixes
 
 from .engine import runner
 from .handed import HandedMixes

@@ -11,8 +11,9 @@ import dsv4_jax as dsv4
 from dsv4_jax.cache import KVCache
 from dsv4_jax.errors import HandoffError, NoFreeSlotError, OutOfBlocksError
 from dsv4_jax.manager import Arrival, CachePolicy, HostSize, KVCacheManager, Namespace, Request
-from dsv4_jax.testing import Mix, Mixes, StepRunner
-from dsv4_jax.testing.mixes import host_size
+from dsv4_jax.testing import StepRunner
+from dsv4_jax.testing.mixes import Mix, host_size
+from dsv4_jax.testing.serving import Mixes
 from dsv4_jax.tiers.host_cache import HostCache
 from dsv4_jax.tiers.remote import Peer, RecordTransport, RemoteDriver
 from dsv4_jax.transports import open_engine

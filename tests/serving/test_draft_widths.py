@@ -13,7 +13,8 @@ import dsv4_jax as dsv4
 from dsv4_jax.manager import CachePolicy, HostSize, Request, SnapshotPlacement
 from dsv4_jax.records import block_record, snapshot_record
 from dsv4_jax.stores import AsyncStore, ObjectStore, SlabStore
-from dsv4_jax.testing import StepRunner, assert_same_bytes
+from dsv4_jax.testing import StepRunner
+from dsv4_jax.testing.live import assert_same_bytes
 from dsv4_jax.tiers.storage_driver import StorageDriver
 
 from .engine import CFG, runner

@@ -10,7 +10,8 @@ import pytest
 import dsv4_jax as dsv4
 from dsv4_jax.plan import StepPlan
 from dsv4_jax.records import record_format, state_record
-from dsv4_jax.testing import Mix, Mixes
+from dsv4_jax.testing.mixes import Mix
+from dsv4_jax.testing.serving import Mixes
 from dsv4_jax.tiers import async_swap, swap
 
 from .engine import runner

@@ -12,8 +12,10 @@ from dsv4_jax import CacheLayout, CacheSize, DSV4Config
 from dsv4_jax.manager import CachePolicy, HostSize, SnapshotPlacement, WritePolicy
 from dsv4_jax.manager.policies import EVICTION_POLICIES
 from dsv4_jax.records import state_pages
-from dsv4_jax.simulate import ChatTrace, Server, TraceRequest, TraceRun, make_trace, simulate
+from dsv4_jax.simulate import Server, TraceRequest, simulate
 from dsv4_jax.simulate.bounds import Turn, blocks_bound, bounds, endless_bound, states_bound, turns_of
+from dsv4_jax.simulate.synthesis import ChatTrace, make_trace
+from dsv4_jax.simulate.trace import TraceRun
 
 LAYOUT = CacheLayout(DSV4Config.tiny(max_position_embeddings=1 << 16))
 

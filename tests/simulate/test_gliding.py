@@ -6,8 +6,9 @@ import pytest
 
 from dsv4_jax import CacheLayout, CacheSize, DSV4Config
 from dsv4_jax.manager import CachePolicy, HostSize, SnapshotPlacement, WritePolicy
-from dsv4_jax.simulate import ChatTrace, Server, make_trace, simulate
+from dsv4_jax.simulate import Server, simulate
 from dsv4_jax.simulate.report import report
+from dsv4_jax.simulate.synthesis import ChatTrace, make_trace
 
 CFG = DSV4Config.tiny(max_position_embeddings=1 << 16)
 LAYOUT = CacheLayout(CFG)

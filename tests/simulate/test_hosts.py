@@ -13,22 +13,13 @@ from dsv4_jax import AttentionType, CacheLayout, CacheSize, DSV4Config
 from dsv4_jax.errors import CapacityError, LayoutError, TraceError
 from dsv4_jax.manager import CachePolicy, HostSize, SnapshotPlacement, Tier
 from dsv4_jax.records import page_bytes, state_pages
-from dsv4_jax.simulate import (
-    ChatTrace,
-    Link,
-    Server,
-    StepTime,
-    TraceRequest,
-    TraceRun,
-    hosts_report,
-    make_trace,
-    simulate,
-    simulate_handed,
-    simulate_joint,
-)
-from dsv4_jax.simulate.network import Network
-from dsv4_jax.simulate.report import report
+from dsv4_jax.simulate import Server, StepTime, TraceRequest, simulate
+from dsv4_jax.simulate.hosts import simulate_handed, simulate_joint
+from dsv4_jax.simulate.network import Link, Network
+from dsv4_jax.simulate.report import hosts_report, report
 from dsv4_jax.simulate.router import HostView, choose
+from dsv4_jax.simulate.synthesis import ChatTrace, make_trace
+from dsv4_jax.simulate.trace import TraceRun
 
 BLOCK = 128
 CFG = DSV4Config.tiny(max_position_embeddings=1 << 16)

@@ -8,8 +8,10 @@ import numpy as np
 
 from dsv4_jax import CacheLayout, CacheSize, DSV4Config
 from dsv4_jax.manager import CachePolicy, SnapshotPlacement
-from dsv4_jax.simulate import Server, TraceRequest, TraceRun, link_outputs, read_trace, simulate
+from dsv4_jax.simulate import Server, TraceRequest, read_trace, simulate
+from dsv4_jax.simulate.linking import link_outputs
 from dsv4_jax.simulate.tokens import run_tokens
+from dsv4_jax.simulate.trace import TraceRun
 
 
 def trace(*requests: tuple[int, int, list[int]]) -> list[TraceRequest]:

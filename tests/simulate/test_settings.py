@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from dsv4_jax.errors import TraceError
-from dsv4_jax.simulate import ChatTrace, make_trace, read_trace
+from dsv4_jax.simulate import read_trace
+from dsv4_jax.simulate.synthesis import ChatTrace, make_trace
 
 LINE = json.dumps({"timestamp": 5, "input_length": 10, "output_length": 2, "hash_ids": [1]})
 

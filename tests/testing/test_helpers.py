@@ -23,7 +23,10 @@ from dsv4_jax import (
     testing,
 )
 from dsv4_jax.errors import PlanError, ShapeError
-from dsv4_jax.testing import Held, StepRunner
+from dsv4_jax.testing import StepRunner
+from dsv4_jax.testing.invariance import chunkings
+from dsv4_jax.testing.live import Held, assert_untouched
+from dsv4_jax.testing.mixes import Mix
 
 _, CSA, HCA = AttentionType
 CFG = DSV4Config.tiny(
@@ -53,7 +56,7 @@ def runner(step: Callable = model.forward) -> StepRunner:
 def test_mixes_keep_to_the_context_of_a_small_cache() -> None:
     small = StepRunner(model.forward, PARAMS, LAYOUT, size=CacheSize(12, 2, 3))
     for seed in range(20):
-        mix = testing.Mix(small, init_cache(LAYOUT, small.size), init_host_cache(LAYOUT, 1), seed, Counter())
+        mix = Mix(small, init_cache(LAYOUT, small.size), init_host_cache(LAYOUT, 1), seed, Counter())
         for _ in range(4):
             mix.admit(mix.prompt())
         assert all(job.total <= 24 for job in mix.jobs.values()) and len(mix.jobs) == mix.manager.size.num_slots
@@ -158,7 +161,7 @@ def test_a_runner_needs_the_logits_of_every_token() -> None:
 
 
 def test_chunkings_cut_all_tokens() -> None:
-    some = list(testing.chunkings(runner(), 37))
+    some = list(chunkings(runner(), 37))
     assert all(sum(sizes) == 37 and min(sizes) > 0 and max(sizes) <= 16 for sizes in some)
     assert len({tuple(sizes) for sizes in some}) == len(some) == 5
 
@@ -175,13 +178,13 @@ def test_same_cache() -> None:
     one, two = map(Held.of, requests)
     assert one.length == 21 and set(one.blocks).isdisjoint(two.blocks)
     testing.assert_same_cache(cache, one, cache, two)
-    testing.assert_untouched(cache, {one.slot, two.slot}, {*one.blocks, *two.blocks})
+    assert_untouched(cache, {one.slot, two.slot}, {*one.blocks, *two.blocks})
     with pytest.raises(AssertionError, match="here: 21 tokens, expected 20"):
         testing.assert_same_cache(cache, one, cache, two._replace(length=20), context="here")
     with pytest.raises(AssertionError, match=r"csa part 0: \d+ of"):
         testing.assert_same_cache(cache, one, cache, two._replace(blocks=two.blocks[::-1]))
     with pytest.raises(AssertionError, match=r"a free or null unit changed: block 1"):
-        testing.assert_untouched(cache, {one.slot, two.slot}, {*one.blocks, *two.blocks} - {1})
+        assert_untouched(cache, {one.slot, two.slot}, {*one.blocks, *two.blocks} - {1})
     for leaf in LAYOUT.leaves:
         if leaf.scope == "table":
             continue

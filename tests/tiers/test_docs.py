@@ -12,7 +12,7 @@ import pytest
 from dsv4_jax import CacheLayout, DSV4Config
 from dsv4_jax.plan import SwapPlan
 from dsv4_jax.records import block_record, snapshot_record, state_pages, state_record
-from dsv4_jax.testing import Held, assert_same_bytes, live_bytes
+from dsv4_jax.testing.live import Held, assert_same_bytes, live_bytes
 from dsv4_jax.tiers import overlapped_swap
 
 from .. import native

@@ -26,7 +26,7 @@ from dsv4_jax.errors import CapacityError
 from dsv4_jax.manager import HostSize, Request, StepShape
 from dsv4_jax.plan import StateSwapPlan, SwapPlan
 from dsv4_jax.records import page_bytes, state_pages
-from dsv4_jax.testing import Held, assert_same_bytes, live_bytes
+from dsv4_jax.testing.live import Held, assert_same_bytes, live_bytes
 from dsv4_jax.tiers.host_cache import HostCache
 from dsv4_jax.tiers.swap_plan import plan_state_swap, plan_swap
 

@@ -18,8 +18,7 @@ from dsv4_jax.config import AttentionType
 from dsv4_jax.errors import LayoutError
 from dsv4_jax.plan import StateSwapPlan
 from dsv4_jax.records import Piece, snapshot_record, state_pages, state_record
-from dsv4_jax.testing import assert_same_bytes
-from dsv4_jax.testing.live import Live
+from dsv4_jax.testing.live import Live, assert_same_bytes
 from dsv4_jax.testing.runner import with_garbage
 from dsv4_jax.tiers import swap
 from dsv4_jax.tiers.host_cache import HostCache

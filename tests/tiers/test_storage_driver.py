@@ -19,8 +19,7 @@ from dsv4_jax.manager.prefix.node import Tier
 from dsv4_jax.plan import StepPlan
 from dsv4_jax.records import block_record, snapshot_record
 from dsv4_jax.stores import AsyncStore, SlabStore
-from dsv4_jax.testing import Held, assert_same_bytes, live_bytes
-from dsv4_jax.testing.live import Live
+from dsv4_jax.testing.live import Held, Live, assert_same_bytes, live_bytes
 from dsv4_jax.tiers.storage_driver import StorageDriver
 
 from ..clock import FakeClock

@@ -11,8 +11,8 @@ import pytest
 
 from dsv4_jax.errors import ImplementationError
 from dsv4_jax.formats import RowFormat, kv_format
-from dsv4_jax.ops import gather_rows, registry, top_k
-from dsv4_jax.ops.gather import GatherArguments
+from dsv4_jax.ops import registry, top_k
+from dsv4_jax.ops.gather import GatherArguments, gather_rows
 
 from ..ops import test_append_gather as op_tests
 

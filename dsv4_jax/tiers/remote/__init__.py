@@ -9,17 +9,27 @@
 | `metadata`, `checks`, `read` | what is published; what is looked at before a read; one read, piece by piece |
 """
 
+from typing import Any
+
+from ...former_names import former_name
 from .driver import RemoteDriver
-from .engine import EngineRead, TransportEngine
+from .engine import TransportEngine
 from .pages import Pages
-from .transport import Notice, Peer, RecordTransport
+from .transport import Peer, RecordTransport
 
 __all__ = [
-    "EngineRead",
-    "Notice",
     "Pages",
     "Peer",
     "RecordTransport",
     "RemoteDriver",
     "TransportEngine",
 ]
+
+_FORMER = {  # names that were here, for one release: where they are now
+    "EngineRead": "engine.EngineRead",
+    "Notice": "transport.Notice",
+}
+
+
+def __getattr__(name: str) -> Any:
+    return former_name(__name__, _FORMER, name)

@@ -35,9 +35,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ...checks import INT64_MAX, check_seconds
 from ...errors import LayoutError, RecordMismatchError, StoreFormatError, TransferError
-from ...manager import Arrival, Handoff, KVCacheManager, MediaItem, Namespace, RemoteTier, Request
+from ...manager import Arrival, Handoff, KVCacheManager, MediaItem, Namespace, Request
 from ...manager.prefix.hashing import given_items
-from ...manager.remote_tier import RemoteRead
+from ...manager.remote_tier import RemoteRead, RemoteTier
 from ...manager.request_tokens import prompt_tokens
 from ...records import block_record
 from ...untrusted import parse_json
