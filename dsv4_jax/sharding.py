@@ -128,7 +128,7 @@ def shard_step(
             if there is none: one shard.
         param_specs: `PartitionSpec`s of the parameters (a prefix of their tree); default: those of
             `model.shard_params` as they are, others replicated.
-        out_axis: of the results, the one that data shards split: 1 of the tokens that `model.decode_loop` draws.
+        out_axis: of the results, the one that data shards split: 1 of the tokens that `model.decode_loop` samples.
         compiler_options: of `jax.jit`, such as `model.GPU_DECODE_OPTIONS`.
         peers: `ops.Exchange.peers` of the mesh's axes, for exchanges in the project's own CUDA; without them
             XLA's collectives serve.

@@ -225,14 +225,14 @@ class DecodeHost(Host):
         """A step of these tokens, and of drafts if there are blocks for them."""
         drafted = [(request, count + self.draft(request)) for request, count in scheduled]
         try:
-            drawn = self.step(drafted).tolist()
+            sampled = self.step(drafted).tolist()
         except (OutOfBlocksError, PlanError):  # nothing has changed, and what was scheduled fits
             for (request, more), (_, count) in zip(drafted, scheduled, strict=True):
                 del request.tokens[len(request.tokens) - (more - count) :]
-            drafted, drawn = scheduled, self.step(scheduled).tolist()
+            drafted, sampled = scheduled, self.step(scheduled).tolist()
         first = 0
         for request, count in drafted:
-            self.keep(request, count, drawn[first : first + count])
+            self.keep(request, count, sampled[first : first + count])
             first += count
 
     def draft(self, request: Request) -> int:
@@ -245,17 +245,17 @@ class DecodeHost(Host):
         request.tokens += drafts
         return len(drafts)
 
-    def keep(self, request: Request, count: int, drawn: list[int]) -> None:
-        """Keeps of a step what would have been drawn, and draws the next token."""
+    def keep(self, request: Request, count: int, sampled: list[int]) -> None:
+        """Keeps of a step what would have been sampled, and samples the next token."""
         first, kept = request.num_cached - count, count
         if request.num_pending:
             return  # in the middle of its prompt
         if first >= request.num_prompt and count <= 1 + DRAFTS:
             kept = 1
-            while kept < count and request.tokens[first + kept] == drawn[kept - 1]:
+            while kept < count and request.tokens[first + kept] == sampled[kept - 1]:
                 kept += 1
             self.manager.accept(request, kept)
-        request.tokens.append(drawn[kept - 1])
+        request.tokens.append(sampled[kept - 1])
         if len(request.tokens) >= request.max_tokens:
             job = self.live.pop(request)
             self.manager.release_request(request)

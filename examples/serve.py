@@ -149,15 +149,15 @@ class Server:
         # Blocks and states change their tier before the step runs: what it reads must be there, what it writes free.
         if self.host is not None:
             self.cache, self.host = dsv4.run_transfers(self.cache, self.host, manager.take_transfers())
-        drawn, self.cache = step(self.params, self.cache, plan.pack(), tokens)
+        sampled, self.cache = step(self.params, self.cache, plan.pack(), tokens)
         self.counts.update(steps=1, computed_tokens=sum(count for _, count in scheduled))
-        for (request, _), token in zip(scheduled, np.asarray(drawn).tolist(), strict=False):
+        for (request, _), token in zip(scheduled, np.asarray(sampled).tolist(), strict=False):
             if request.num_pending:
-                continue  # in the middle of its prompt, where nothing is drawn
+                continue  # in the middle of its prompt, where nothing is sampled
             job = self.jobs[request]
             request.tokens.append(token)
             job.answer.append(token)
-            self.counts["drawn_tokens"] += 1
+            self.counts["sampled_tokens"] += 1
             if len(job.answer) == job.max_new_tokens:
                 manager.release_request(request)  # what it computed stays cached while there is room
                 del self.jobs[request]
@@ -206,8 +206,8 @@ def report(server: Server, seconds: float) -> dict[str, Any]:
         "preempted": len(server.manager.preempted),
         "steps": counts["steps"],
         "seconds": round(seconds, 3),
-        "tokens_per_second": round(counts["drawn_tokens"] / max(seconds, 1e-9), 1),
-        "drawn_tokens": counts["drawn_tokens"],
+        "tokens_per_second": round(counts["sampled_tokens"] / max(seconds, 1e-9), 1),
+        "sampled_tokens": counts["sampled_tokens"],
         "computed_tokens": counts["computed_tokens"],
         "hit_rate": round(stats.hit_rate(), 4),
         "hit_rate_by_tier": {tier.name.lower(): round(stats.hit_rate(tier), 4) for tier in tiers},
@@ -224,7 +224,7 @@ def table(numbers: dict[str, Any]) -> Table:
         out.add_row(name, ", ".join(parts))
 
     line("requests", *(f"{numbers[name]} {name}" for name in ("done", "live", "preempted", "waiting")))
-    line("tokens", f"{numbers['drawn_tokens']} drawn", f"{numbers['computed_tokens']} computed")
+    line("tokens", f"{numbers['sampled_tokens']} sampled", f"{numbers['computed_tokens']} computed")
     line("speed", f"{numbers['tokens_per_second']} tokens/s", f"{numbers['steps']} steps")
     tiers = (f"{name} {rate:.1%}" for name, rate in numbers["hit_rate_by_tier"].items())
     line("hit rate", f"{numbers['hit_rate']:.1%}", *tiers)

@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 _FORMER = {  # names that were here, for one release: where they are now
-    "Drawn": "generate.Drawn",
+    "Drawn": "generate.StepOutput",
     "Quantised": "weights.quantised.Quantised",
     "mtp_forward": "mtp.mtp_forward",
     "mtp_uncached": "uncached.mtp_uncached",

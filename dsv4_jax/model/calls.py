@@ -32,9 +32,9 @@ class Call(NamedTuple):
 
     Attributes:
         scheduled: of each data shard, its requests, in the order of its rows, and how many tokens of each it computes.
-        stream: [shards * B] int32: whose keys the rows draw with.
-        rows: waits for it; what each row has drawn. Where a prompt goes on it means nothing.
-        tokens: [shards * B, K] int32, on the devices: what each of its decode steps draws; None: it is of another kind.
+        stream: [shards * B] int32: whose keys the rows sample with.
+        rows: waits for it; what each row has sampled. Where a prompt goes on it means nothing.
+        tokens: [shards * B, K] int32, on the devices: what each of its decode steps samples; None: it is of another kind.
     """
 
     scheduled: list[list[tuple[Request, int]]]
@@ -43,7 +43,7 @@ class Call(NamedTuple):
     tokens: jax.Array | None = None
 
     def drawn(self) -> list[tuple[Request, int, list[int]]]:
-        """Waits for it: every request, how many of its tokens were computed, and what it has drawn, if anything."""
+        """Waits for it: every request, how many of its tokens were computed, and what it has sampled, if anything."""
         rows, each = self.rows(), len(self.stream) // len(self.scheduled)
         return [
             (request, count, [] if request.num_pending else row)
@@ -115,10 +115,10 @@ class Caller:
         return call._replace(rows=lambda: np.asarray(new)[:, None].tolist()), cache
 
     def follow(self, before: Call, cache: KVCache, left: Left) -> tuple[Call | None, KVCache]:
-        """The call after one whose draws are still on the devices; None if not all its requests surely go on.
+        """The call after one whose samples are still on the devices; None if not all its requests surely go on.
 
         Args:
-            left: how many tokens each may draw, those of the call before among them.
+            left: how many tokens each may sample, those of the call before among them.
         """
         if before.tokens is None or sum(map(len, before.scheduled)) != len(self.shards.requests):
             return None, cache
@@ -163,7 +163,7 @@ def _prefill(
     sampling: Sampling,
     implementation: Choice,
 ) -> tuple[jax.Array, KVCache]:
-    """One step, and each row's next token: [B]. `stream` [B] says whose keys, made of `key` [1], the rows draw with."""
+    """One step, and each row's next token: [B]. `stream` [B] says whose keys, made of `key` [1], the rows sample with."""
     step = plan.unpack()
     logits, cache = prefill(params, cache, step, tokens, implementation=implementation)
     last = step.seq_start + step.seq_count - np.int32(1)

@@ -68,14 +68,14 @@ class Drafter:
         streams: np.ndarray,
         steps: int = 1,
     ) -> tuple[list[list[int]], KVCache]:
-        """One step, or a loop of them: (the tokens newly drawn for each row [shards * B]; the cache).
+        """One step, or a loop of them: (the tokens newly sampled for each row [shards * B]; the cache).
 
         The requests' own `tokens` lack them still.
 
         Args:
             scheduled: as `schedule` gave it for each data shard, within `budget`.
             shape: of each shard's plan; the room for its table entries is made wider, for those of drafts.
-            streams: [shards * B] int32, whose keys the rows draw with.
+            streams: [shards * B] int32, whose keys the rows sample with.
             steps: more than one: every request decodes, and has room for all that they may keep.
         """
         shards = len(scheduled)
@@ -108,7 +108,7 @@ class Drafter:
 
 
 def _decodes(request: Request) -> bool:
-    """The end of a prompt gets no drafts, one token or many: how it is cut must not matter for what is drawn."""
+    """The end of a prompt gets no drafts, one token or many: how it is cut must not matter for what is sampled."""
     return request.num_cached >= request.num_prompt
 
 

@@ -20,16 +20,16 @@ from .sampling import GREEDY, Sampling
 from .shards import Shards
 from .weights.params import Params
 
-__all__ = ["Drawn", "generate"]
+__all__ = ["StepOutput", "generate"]
 
 
-class Drawn(NamedTuple):
+class StepOutput(NamedTuple):
     """What a call of the device brought: a step, or the steps of a loop.
 
     Attributes:
         fed: tokens of prompts that it computed; 0: it decoded and did nothing else.
-        tokens: prompt index -> tokens newly drawn for it, stop token left out.
-        ended: indices of the prompts for which nothing more is drawn.
+        tokens: prompt index -> tokens newly sampled for it, stop token left out.
+        ended: indices of the prompts for which nothing more is sampled.
     """
 
     fed: int
@@ -52,27 +52,27 @@ def generate(
     drafts: int = 0,
     implementation: Choice = None,
     exchanges: Sequence[Exchange] = (),
-    on_step: Callable[[Drawn], Collection[int] | None] | None = None,
+    on_step: Callable[[StepOutput], Collection[int] | None] | None = None,
 ) -> tuple[list[list[int]], KVCache]:
     """Continues every prompt.
 
     Prompts are admitted in order as slots and blocks come free. Each step feeds every live request:
     one token of those that are decoding, and prompt chunks of the others; once all are decoding,
-    `decode_steps` steps run per call, and what a request draws beyond its last token is dropped. Two
+    `decode_steps` steps run per call, and what a request samples beyond its last token is dropped. Two
     executables in all, whatever the prompts; a third, of single steps, where K more go beyond the context
     limit. While a call runs, the next is planned and sent after it, as long as the same requests go on.
     If the manager has a policy, prompts start at what is cached of them, and leave behind what
     it wants cached.
 
     With `drafts` every request that decodes may get 1 + drafts tokens from a step, as many of them as the MTP layer
-    guesses (`draft_step`). Greedy output is what it is without drafts; drawn output has the same distribution, in other
-    draws, which `decode_steps` does not change.
+    guesses (`draft_step`). Greedy output is what it is without drafts; sampled output has the same distribution, of other
+    random numbers, which `decode_steps` does not change.
 
     Over a mesh (docs/devices.md) all data shards run one executable a step. A prompt goes to the shard that has most of
-    it cached, of those to the one with the fewest requests. What it draws is what it draws on one device.
+    it cached, of those to the one with the fewest requests. What it samples is what it samples on one device.
 
     A request's tokens depend on its prompt, its index and the seed, up to float32 rounding: not on
-    what else runs. Draws of one request differ from those of another with the same prompt.
+    what else runs. The random numbers of one request differ from those of another with the same prompt.
 
     Args:
         params: over a mesh those of `shard_params`.
@@ -80,9 +80,9 @@ def generate(
         manager: of this cache, without a host tier; its other requests are left alone. Of a cache over a mesh one for
             each data shard, in their order, all alike.
         prompts: token ids, at least one each.
-        max_new_tokens: to draw for each prompt.
-        stop_tokens: a request ends before the first of these it draws.
-        seed: of the draws, unless `sampling` is greedy.
+        max_new_tokens: to sample for each prompt.
+        stop_tokens: a request ends before the first of these it samples.
+        seed: of the random numbers, unless `sampling` is greedy.
         chunk_tokens: most tokens of a step, all requests of a data shard together.
         decode_steps: K of `decode_loop` or `draft_loop`. Requests take the blocks of up to K * (1 + drafts) - 1 tokens
             more than they keep; where the context limit forbids that, single steps run.
@@ -93,7 +93,7 @@ def generate(
             returns end there, those that still wait for a slot, too.
 
     Returns:
-        (the tokens drawn for each prompt, stop token left out; the cache).
+        (the tokens sampled for each prompt, stop token left out; the cache).
 
     Raises:
         PlanError: an empty prompt, a count that is out of range or no integer, stop tokens or a `sampling` of a wrong
@@ -120,7 +120,7 @@ def generate(
         raise PlanError(f"sampling must be a Sampling, got {shown(sampling)}")
     stops = _stops(stop_tokens)
     ids = [token_ids(prompt, first.layout.cfg.vocab_size) for prompt in prompts]
-    # The last token drawn is never fed.
+    # The last token sampled is never fed.
     needs = [len(prompt) + max_new_tokens - 1 for prompt in ids]
     limit = min(first.context_limit, first.pool_limit)
     for i, (prompt, need) in enumerate(zip(ids, needs, strict=True)):
@@ -167,7 +167,7 @@ def generate(
             for exchange in exchanges:
                 exchange.check()
             if on_step is not None:
-                also = on_step(Drawn(fed, brought, tuple(sorted(ended))))
+                also = on_step(StepOutput(fed, brought, tuple(sorted(ended))))
                 if also is not None:
                     ended.update(also)
                     waiting = collections.deque(index for index in waiting if index not in ended)

@@ -2,7 +2,7 @@
 
 A mix: 3..12 requests with shared, repeated and continued prompts in tight pools, under a random policy, with chunks of
 odd sizes, preemption, forks, drafts of which some are rejected, aborts and sleep. Of every request that ends (and of
-some on their way) the tokens drawn, the logits of every token it fed and the bytes that its next token would see have
+some on their way) the tokens sampled, the logits of every token it fed and the bytes that its next token would see have
 to be those of `StepRunner.alone`, bit by bit.
 """
 
@@ -41,7 +41,7 @@ class MixJob:
         tenant: whose prefixes it shares.
         total: tokens at which it ends.
         streams: per token, whose random numbers drew it; None: the prompt's.
-        stream: whose draw the next ones; 0: greedy.
+        stream: whose keys the next ones are sampled with; 0: greedy.
         logits: of the positions that it fed itself.
     """
 
@@ -397,7 +397,7 @@ class Mix:
         return list(self.pick(followers)) if followers and self.chance(0.8) else self.text(count, count)
 
     def keep(self, job: MixJob, start: int, rows: np.ndarray) -> None:
-        """Accepts what was fed, as far as it is what would have been drawn, or less; draws the next token."""
+        """Accepts what was fed, as far as it is what would have been sampled, or less; samples the next token."""
         request, count = job.request, len(rows)
         drafted = len(request.tokens) - len(job.streams)
         kept = count

@@ -49,7 +49,7 @@ class StepRunner:
         layout: of the caches. Small blocks make comparisons fast: `block_tokens=8` with `hca_ratio=8` in the config.
         size: of the arrays; default: 4 requests of 8 blocks each, 20 blocks in all, and 4 snapshots.
         max_tokens: tokens of one step; default: two blocks.
-        vocab_size: tokens that prompts are drawn from; default: the config's.
+        vocab_size: tokens that prompts are made of; default: the config's.
         checked: with caches that raise where a plan runs twice or out of order (`init_cache`).
 
     Attributes:

@@ -26,7 +26,7 @@ from dsv4_jax.bench import measure
 from dsv4_jax.cli import main, printing
 from dsv4_jax.cli.options import EXIT_STATUS
 from dsv4_jax.cli.printing import present
-from dsv4_jax.model.generate import Drawn
+from dsv4_jax.model.generate import StepOutput
 
 ODD = (
     "", " ", "\t", "-", "--", "-1", "-0", "0", "+1", "1e400", "1e-400", "nan", "-nan", "inf", "-inf", "1_000", "0.1_5",
@@ -78,7 +78,7 @@ def draw_one(params, cache, manager, prompts, *, on_step=None, **options):
     """In the place of `model.generate`."""
     assert options["max_new_tokens"] >= 1
     if on_step is not None:
-        on_step(Drawn(1, {i: [5] for i in range(len(prompts))}, tuple(range(len(prompts)))))
+        on_step(StepOutput(1, {i: [5] for i in range(len(prompts))}, tuple(range(len(prompts)))))
     return [], cache
 
 

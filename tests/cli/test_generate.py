@@ -22,7 +22,7 @@ from dsv4_jax.cli.tokenizer import Tokenizer
 from dsv4_jax.config import AttentionType
 from dsv4_jax.errors import OptionError
 from dsv4_jax.manager import KVCacheManager
-from dsv4_jax.model.generate import Drawn
+from dsv4_jax.model.generate import StepOutput
 
 from ..model import released
 from .refusals import refused
@@ -87,7 +87,7 @@ class Script:
                 drawn[i] = tokens[:stop]
                 if stop is not None or at + 2 >= max_new_tokens:
                     ended.append(i)
-            live -= {*ended, *(on_step(Drawn(0 if at else 3, drawn, tuple(ended))) or ())}
+            live -= {*ended, *(on_step(StepOutput(0 if at else 3, drawn, tuple(ended))) or ())}
         return [], cache
 
 

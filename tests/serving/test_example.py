@@ -23,7 +23,7 @@ def test_it_serves_under_pressure_what_cold_runs_answer(example: ModuleType, cap
     assert numbers["waiting"] == numbers["live"] == numbers["preempted"] == 0
     assert numbers["preemptions"] and numbers["evictions"]["device"] and numbers["evictions"]["host"]
     assert all(rate > 0 for rate in numbers["hit_rate_by_tier"].values())
-    assert numbers["drawn_tokens"] == sum(job.max_new_tokens for job in example.conversations(16, 0))
+    assert numbers["sampled_tokens"] == sum(job.max_new_tokens for job in example.conversations(16, 0))
     assert example.step._cache_size() == 1, "the server and the cold runs share one executable"
 
     assert example.main(["--requests", "5", "--no-check", "--policy", "selective:1", "--prometheus"]) == 0

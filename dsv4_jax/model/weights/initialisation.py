@@ -26,7 +26,7 @@ from .stacking import stack_projections
 
 __all__ = ["init_params"]
 
-_FEW = 2**18  # elements, drawn on the host
+_FEW = 2**18  # elements, made on the host
 
 
 def init_params(

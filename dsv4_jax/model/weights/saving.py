@@ -64,7 +64,7 @@ def save_hf(cfg: DSV4Config, params: Params, path: str | pathlib.Path) -> None:
         if any(word in str(tree) for word in ("PackedLayers", "of_input")):
             raise CheckpointError(
                 "the parameters are packed or stacked: save them as they were before `pack_layers` and "
-                "`stack_projections`, or load or draw them without packed=True"
+                "`stack_projections`, or load or make them without packed=True"
             )
         raise CheckpointError("the parameters are not those of this config: the trees differ")
     tensors: dict[str, np.ndarray | Later] = {}
