@@ -58,11 +58,11 @@ class KVCache:
         return f"KVCache({'donated' if _donated(self.arrays) else what}, {self.layout})"
 
     def pool(self, name: str) -> Rows:
-        """The parts of a pool ("swa", "csa", "hca", "index", "csa_state", ...)."""
+        """Returns the parts of a pool ("swa", "csa", "hca", "index", "csa_state", ...)."""
         return tuple(self.arrays[leaf.name] for leaf in self.layout.leaves if leaf.pool == name)
 
     def with_pool(self, name: str, parts: Rows) -> KVCache:
-        """This cache with a pool replaced."""
+        """Returns this cache with a pool replaced."""
         names = [leaf.name for leaf in self.layout.leaves if leaf.pool == name]
         return dataclasses.replace(self, arrays=self.arrays | dict(zip(names, parts, strict=True)))
 
@@ -117,7 +117,8 @@ class KVCache:
                 )
 
     def stepped(self, plan: StepPlan) -> KVCache:
-        """After a step of this plan: a checked cache compares its starts with the slots' lengths, which go on."""
+        """Returns the cache after a step of this plan: a checked cache compares its starts with the slots' lengths,
+        which go on."""
         if not self.checked:
             return self
         start, most = plan.seq_start[:, None], self._checked(LENGTH, plan.seq_slot)
@@ -147,7 +148,7 @@ class KVCache:
         return dataclasses.replace(self, arrays=self.arrays | changed)
 
     def begin(self, plan: StepPlan | PackedPlan, implementation: Choice = None) -> CacheStep[KVCache]:
-        """The step that a plan describes, with the plan's copies and block-table entries carried out.
+        """Returns the step that a plan describes, with the plan's copies and block-table entries carried out.
 
         There is no other way to a layer, and `finish` gives the cache back:
 
@@ -308,7 +309,7 @@ def init_cache(
     sharding: KVCache | Sharding | jax.Device | None = None,
     checked: bool = False,
 ) -> KVCache:
-    """An empty cache, all zeros.
+    """Returns an empty cache, all zeros.
 
     Args:
         layout: what to hold.
@@ -368,7 +369,7 @@ def _zeros(shape: tuple[int, int], dtype: str, where: Sharding | None, *, traced
 
 
 def _placements(layout: CacheLayout, sharding: Any) -> dict[str, Sharding] | None:
-    """A sharding for every leaf. Raises `LayoutError`."""
+    """Returns a sharding for every leaf. Raises `LayoutError`."""
     if sharding is None:
         return None
     if isinstance(sharding, jax.Device):
@@ -391,6 +392,6 @@ def _placements(layout: CacheLayout, sharding: Any) -> dict[str, Sharding] | Non
 
 
 def _shards(placement: Sharding) -> int:
-    """How many parts a sharding splits the leading axis into."""
+    """Returns how many parts a sharding splits the leading axis into."""
     whole = 1 << 40
     return whole // placement.shard_shape((whole, 1))[0]

@@ -142,7 +142,7 @@ def plan_capacity(
     weight_bytes: int = 0,
     pool_ranks: int = 1,
 ) -> CacheSize:
-    """How large a cache to allocate. Arguments and errors are those of `capacity`."""
+    """Returns how large a cache can be allocated. Arguments and errors are those of `capacity`."""
     return capacity(
         layout,
         hbm_bytes=hbm_bytes,
@@ -156,7 +156,8 @@ def plan_capacity(
 
 
 def plan_host_capacity(layout: CacheLayout, host_bytes: int) -> int:
-    """Pages of a host tier of so many bytes, the null page included: what `HostSize` and `init_host_cache` are given.
+    """Returns how many pages so many bytes of a host tier hold, the null page included: what `HostSize` and
+    `init_host_cache` are given.
 
     Raises:
         CapacityError: no count of bytes, too few for one block and one snapshot, or more than pages have int32 ids for.
@@ -255,7 +256,7 @@ def _answer(
         return -(-columns // ranks)
 
     def fits(blocks: int, requests: int, columns: int) -> bool:
-        """Not by way of a `CacheSize`: that has no more units than int32 has numbers."""
+        """Does not go by way of a `CacheSize`: that has no more units than int32 has numbers."""
         slot = layout.bytes_per_slot + columns * _TABLE_ENTRY_BYTES
         return (requests + snapshots(blocks) + 1) * slot + (blocks + 1) * layout.bytes_per_block <= (memory or 0)
 
@@ -308,7 +309,7 @@ def _answer(
 
 
 def _snapshots(layout: CacheLayout, count: int | None, fraction: float | None) -> Callable[[int], int]:
-    """How many snapshots go with so many blocks."""
+    """Returns how many snapshots go with so many blocks."""
     if count is not None and fraction is not None:
         raise CapacityError("give either num_snapshots or snapshot_fraction")
     if count is not None:
@@ -333,7 +334,7 @@ def largest_fitting(fits: Callable[[int], bool], high: int) -> int:
 
 
 def _larger_part(layout: CacheLayout, size: CacheSize) -> Limit:
-    """The largest parts of a cache: where to save."""
+    """Returns the largest parts of a cache: where to save."""
     blocks = size.block_units * layout.bytes_per_block
     return "blocks" if 2 * blocks >= layout.total_bytes(size) else "slots"
 

@@ -51,7 +51,7 @@ def check_seconds(
 
 
 def as_int(value: Any) -> int | None:
-    """`value` as a Python int, numpy integers welcome. None if it is none: booleans, floats, what refuses to be one."""
+    """Returns `value` as a Python int, numpy's too; None for booleans, floats and what refuses to be one."""
     if type(value) is int:
         return value
     if isinstance(value, bool | np.bool_):
@@ -81,7 +81,7 @@ def int_array(values: list[Any], code: str) -> array[int] | None:
 
 
 def shown(value: object) -> str:
-    """A value in a message: at most 200 characters of its repr, whatever that does."""
+    """Returns a value in a message: at most 200 characters of its repr, whatever that does."""
     try:
         text = repr(value)
     except Exception:  # an integer of too many digits, a class with a broken repr

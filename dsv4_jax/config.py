@@ -15,7 +15,7 @@ from typing import Any
 
 from . import hf_config
 from .errors import ConfigError
-from .untrusted import INT32_MAX, integer_field, number_field, shown
+from .untrusted import INT32_MAX, brief, integer_field, number_field
 
 __all__ = ["AttentionType", "DSV4Config", "LayerSpec", "YarnScaling", "build_schedule"]
 
@@ -65,7 +65,7 @@ class YarnScaling:
             raise ConfigError("yarn.beta_fast", f"must be at least beta_slow {self.beta_slow}, got {self.beta_fast}")
 
     def ramp(self, rope_dim: int, theta: float) -> tuple[int, int]:
-        """The pairs of dims between which scaling sets in.
+        """Returns the pairs of dims between which scaling sets in.
 
         They are those that turn `beta_fast` and `beta_slow` times within the original context.
         """
@@ -135,7 +135,7 @@ class DSV4Config:
         return self.head_dim - self.rope_dim
 
     def ratio(self, attn: AttentionType) -> int:
-        """Tokens per compressed entry: 4 (CSA), 128 (HCA), 0 (SWA has no entries).
+        """Returns tokens per compressed entry: 4 (CSA), 128 (HCA), 0 (SWA has no entries).
 
         Raises `ConfigError`: this is no `AttentionType`; their values, Hugging Face's strings, are none.
         """
@@ -149,7 +149,7 @@ class DSV4Config:
 
     @classmethod
     def flash(cls) -> DSV4Config:
-        """DeepSeek-V4-Flash: 43 layers (2 SWA, 21 CSA, 20 HCA), 64 heads, top-512."""
+        """Returns DeepSeek-V4-Flash: 43 layers (2 SWA, 21 CSA, 20 HCA), 64 heads, top-512."""
         return cls(
             vocab_size=129280,
             hidden_size=4096,
@@ -169,7 +169,7 @@ class DSV4Config:
 
     @classmethod
     def pro(cls) -> DSV4Config:
-        """DeepSeek-V4-Pro: 61 layers (30 CSA, 31 HCA), 128 heads, top-1024."""
+        """Returns DeepSeek-V4-Pro: 61 layers (30 CSA, 31 HCA), 128 heads, top-1024."""
         return cls(
             vocab_size=129280,
             hidden_size=7168,
@@ -192,7 +192,7 @@ class DSV4Config:
 
     @classmethod
     def tiny(cls, **overrides: Any) -> DSV4Config:
-        """A four-layer model for tests and demos: every attention kind, real ratio rules, small widths.
+        """Returns a four-layer model for tests and demos: every attention kind, real ratio rules, small widths.
 
         The HCA ratio is 16 and the window 32, so that a few hundred tokens pass many flushes.
         """
@@ -261,7 +261,7 @@ def _types(ratios: list[int]) -> tuple[AttentionType, ...]:
 
 def _check_attention(attn: object) -> None:
     if not isinstance(attn, AttentionType):
-        raise ConfigError(None, f"expected an AttentionType, got {shown(attn)}")
+        raise ConfigError(None, f"expected an AttentionType, got {brief(attn)}")
 
 
 def _validate(cfg: DSV4Config) -> None:
@@ -288,10 +288,10 @@ def _validate(cfg: DSV4Config) -> None:
     if cfg.hca_ratio == cfg.csa_ratio:
         raise ConfigError("hca_ratio", f"must differ from csa_ratio, got {cfg.hca_ratio}")
     if not isinstance(cfg.layer_types, tuple) or not 1 <= len(cfg.layer_types) <= _MAX_LAYERS:
-        raise ConfigError("layer_types", f"must be a tuple of 1 to {_MAX_LAYERS} layers, got {shown(cfg.layer_types)}")
+        raise ConfigError("layer_types", f"must be a tuple of 1 to {_MAX_LAYERS} layers, got {brief(cfg.layer_types)}")
     for i, kind in enumerate(cfg.layer_types):
         if not isinstance(kind, AttentionType):
-            raise ConfigError("layer_types", f"entry {i} is {shown(kind)}, expected an AttentionType")
+            raise ConfigError("layer_types", f"entry {i} is {brief(kind)}, expected an AttentionType")
     if cfg.rope_dim % 2 or cfg.rope_dim >= cfg.head_dim:
         raise ConfigError("rope_dim", f"must be even and smaller than head_dim {cfg.head_dim}, got {cfg.rope_dim}")
     if cfg.index_head_dim % 2 or cfg.index_head_dim < cfg.rope_dim:
@@ -301,11 +301,11 @@ def _validate(cfg: DSV4Config) -> None:
     if cfg.num_experts_per_tok > cfg.n_routed_experts:
         raise ConfigError("num_experts_per_tok", f"exceeds n_routed_experts {cfg.n_routed_experts}")
     if cfg.scoring_func not in ("sqrtsoftplus", "softmax", "sigmoid"):
-        raise ConfigError("scoring_func", f"unknown scoring function {shown(cfg.scoring_func)}")
+        raise ConfigError("scoring_func", f"unknown scoring function {brief(cfg.scoring_func)}")
     if cfg.norm_topk_prob is not True:
-        raise ConfigError("norm_topk_prob", f"only true is supported, got {shown(cfg.norm_topk_prob)}")
+        raise ConfigError("norm_topk_prob", f"only true is supported, got {brief(cfg.norm_topk_prob)}")
     if not isinstance(cfg.tie_word_embeddings, bool):
-        raise ConfigError("tie_word_embeddings", f"must be true or false, got {shown(cfg.tie_word_embeddings)}")
+        raise ConfigError("tie_word_embeddings", f"must be true or false, got {brief(cfg.tie_word_embeddings)}")
     _validate_yarn(cfg)
 
 
@@ -313,7 +313,7 @@ def _validate_yarn(cfg: DSV4Config) -> None:
     if cfg.yarn is None:
         return
     if not isinstance(cfg.yarn, YarnScaling):
-        raise ConfigError("yarn", f"must be a YarnScaling or None, got {shown(cfg.yarn)}")
+        raise ConfigError("yarn", f"must be a YarnScaling or None, got {brief(cfg.yarn)}")
     if cfg.compress_rope_theta == 1:
         raise ConfigError("compress_rope_theta", "must exceed 1 with YaRN")
     low, high = cfg.yarn.ramp(cfg.rope_dim, cfg.compress_rope_theta)

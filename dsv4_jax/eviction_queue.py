@@ -49,7 +49,7 @@ class EvictionQueue(Generic[N]):
             self._list(node)
 
     def key(self, node: N) -> Any:
-        """The node's key now."""
+        """Returns the node's key now."""
         return self._key(node)
 
     def pop(self) -> N | None:
@@ -60,7 +60,7 @@ class EvictionQueue(Generic[N]):
         return node
 
     def first(self) -> N | None:
-        """The eligible node with the smallest key, which stays."""
+        """Returns the eligible node with the smallest key, which stays."""
         heap = self._heap
         while heap:
             key, number, node = heap[0]

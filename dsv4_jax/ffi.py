@@ -83,7 +83,7 @@ class Handler(NamedTuple):
 
 @functools.cache
 def handlers(library: ctypes.CDLL) -> dict[str, Handler]:
-    """All handlers of a library by target: they enter themselves into its list (csrc/common/registry.h)."""
+    """Returns all handlers of a library by target: they enter themselves into its list (csrc/common/registry.h)."""
     first = library.dsv4_handlers
     first.restype = ctypes.POINTER(_Handler)
     found, entry = {}, first()

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .errors import ConfigError
-from .untrusted import integer_field, number_field, plain, read_json, shown
+from .untrusted import brief, integer_field, number_field, plain, read_json
 
 __all__ = ["CSA", "HCA", "SWA", "check_drafts", "check_weight_blocks", "hf_fields", "parse_hf", "read_hf"]
 
@@ -57,13 +57,13 @@ _Rope = tuple[Any, Any, list[Any], Mapping[str, Any]]
 
 
 def read_hf(source: Any) -> Mapping[str, Any]:
-    """The JSON object of a `config.json`, given by its path or its directory's."""
+    """Returns the JSON object of a `config.json`, given by its path or its directory's."""
     try:
         path = pathlib.Path(source)
         path = path / "config.json" if path.is_dir() else path
         found = path.is_file()
     except (TypeError, ValueError, OSError) as error:
-        raise ConfigError(None, f"no path to a config.json: {shown(source)} ({type(error).__name__})") from None
+        raise ConfigError(None, f"no path to a config.json: {brief(source)} ({type(error).__name__})") from None
     if not found:
         raise ConfigError(None, f"no such config.json: {plain(str(path))}")
     try:
@@ -76,17 +76,18 @@ def read_hf(source: Any) -> Mapping[str, Any]:
 
 
 def parse_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `DSV4Config`: kinds of layers as these strings, the YaRN scaling as a dict of its fields or None.
+    """Returns the fields of `DSV4Config`: kinds of layers as these strings, the YaRN scaling as a dict of its fields or
+    None.
 
     A field that is null counts as missing.
     """
     hf = {name: value for name, value in hf.items() if value is not None}
     for name, only in _ONLY.items():
         if name in hf and (type(hf[name]) is not type(only) or hf[name] != only):
-            raise ConfigError(name, f"only {only!r} is supported, got {shown(hf[name])}")
+            raise ConfigError(name, f"only {only!r} is supported, got {brief(hf[name])}")
     for name, other in _SAME.items():
         if other in hf and hf[other] != hf.get(name):
-            raise ConfigError(other, f"{shown(hf[other])} conflicts with {name} {shown(hf.get(name))}")
+            raise ConfigError(other, f"{brief(hf[other])} conflicts with {name} {brief(hf.get(name))}")
     if hf.get("per_layer_config"):
         raise ConfigError("per_layer_config", "layers of different widths are not supported")
     for name in ("num_hidden_layers", *_REQUIRED):
@@ -109,7 +110,7 @@ def parse_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rates(hf: Mapping[str, Any]) -> tuple[int, int]:
-    """Tokens per compressed entry of CSA and HCA layers: the scalar's, else the dict's, else 4 and 128."""
+    """Returns tokens per compressed entry of CSA and HCA layers: the scalar's, else the dict's, else 4 and 128."""
     rates = _mapping("compress_rates", hf.get("compress_rates", {}))
     csa = hf.get("compress_rate_csa", rates.get(CSA, 4))
     hca = hf.get("compress_rate_hca", rates.get(HCA, 128))
@@ -140,18 +141,18 @@ def _entries(hf: Mapping[str, Any], field: str, layers: int, known: Mapping[Any,
     """What the backbone's entries of a per-layer list stand for; entries beyond the backbone are not read."""
     entries = hf[field]
     if not isinstance(entries, list | tuple):
-        raise ConfigError(field, f"must be a list, got {shown(entries)}")
+        raise ConfigError(field, f"must be a list, got {brief(entries)}")
     if len(entries) < layers:
         raise ConfigError(field, f"has {len(entries)} entries for {layers} layers")
     wanted = type(next(iter(known)))
     for i, entry in enumerate(entries[:layers]):
         if type(entry) is not wanted or entry not in known:
-            raise ConfigError(field, f"entry {i} is {shown(entry)}, expected one of {sorted(known)}")
+            raise ConfigError(field, f"entry {i} is {brief(entry)}, expected one of {sorted(known)}")
     return [known[entry] for entry in entries[:layers]]
 
 
 def _rope(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Both thetas, the rotated dims and the YaRN scaling of the compress RoPE."""
+    """Returns both thetas, the rotated dims and the YaRN scaling of the compress RoPE."""
     # transformers takes rope_scaling, the older name, if it says anything.
     old, new = (_mapping("rope_parameters", hf.get(name, {})) for name in ("rope_scaling", "rope_parameters"))
     given, head_dim = old or new, integer_field("head_dim", hf["head_dim"])
@@ -169,7 +170,7 @@ def _nested_rope(hf: Mapping[str, Any], given: Mapping[str, Any]) -> _Rope:
     """Reads RoPE parameters under "main" and "compress", which speak for themselves."""
     main, compress = (_mapping("rope_parameters", given.get(name)) for name in ("main", "compress"))
     if _kind(main) != "default":
-        raise ConfigError("rope_parameters", f"only the compress RoPE is scaled, main has {shown(_kind(main))}")
+        raise ConfigError("rope_parameters", f"only the compress RoPE is scaled, main has {brief(_kind(main))}")
     if "rope_theta" not in compress:
         raise ConfigError("rope_parameters", "compress needs rope_theta")
     # transformers reads no qk_rope_head_dim here.
@@ -185,7 +186,7 @@ def _flat_rope(hf: Mapping[str, Any], given: Mapping[str, Any], head_dim: int) -
     """Reads RoPE parameters that scale the compress RoPE alone; all else is said by the fields beside them."""
     theta = hf.get("rope_theta", _DEFAULT_THETA)
     if given.get("rope_theta", theta) != theta:
-        raise ConfigError("rope_parameters", f"rope_theta conflicts with the field beside it, {shown(theta)}")
+        raise ConfigError("rope_parameters", f"rope_theta conflicts with the field beside it, {brief(theta)}")
     factor = _rotary_factor(hf, head_dim)
     factors = [factor, given.get("partial_rotary_factor", factor)]
     return theta, hf.get("compress_rope_theta", 160000.0), factors, given
@@ -205,13 +206,13 @@ def _yarn(rope: Mapping[str, Any]) -> dict[str, Any] | None:
     if kind == "default":
         return None
     if kind != "yarn":
-        raise ConfigError("rope_parameters", f"unsupported rope_type {shown(kind)}, expected 'default' or 'yarn'")
+        raise ConfigError("rope_parameters", f"unsupported rope_type {brief(kind)}, expected 'default' or 'yarn'")
     for name in ("factor", "original_max_position_embeddings"):
         if name not in rope:
             raise ConfigError("rope_parameters", f"yarn needs {name!r}")
     attention = rope.get("attention_factor", 1.0)
     if isinstance(attention, bool) or attention != 1:
-        raise ConfigError("rope_parameters", f"yarn needs attention_factor 1.0, got {shown(attention)}")
+        raise ConfigError("rope_parameters", f"yarn needs attention_factor 1.0, got {brief(attention)}")
     return {
         "factor": rope["factor"],
         "original_max_position_embeddings": rope["original_max_position_embeddings"],
@@ -226,7 +227,7 @@ def _kind(rope: Mapping[str, Any]) -> Any:
 
 def _mapping(field: str, value: Any) -> Mapping[Any, Any]:
     if not isinstance(value, Mapping):
-        raise ConfigError(field, f"must be an object, got {shown(value)}")
+        raise ConfigError(field, f"must be an object, got {brief(value)}")
     return value
 
 
@@ -235,7 +236,7 @@ def check_weight_blocks(hf: Mapping[str, Any]) -> None:
     quantised = _mapping("quantization_config", hf.get("quantization_config") or {})
     block = quantised.get("weight_block_size", [128, 128])
     if block not in (None, [128, 128]):
-        raise ConfigError("quantization_config", f"weight_block_size must be [128, 128], got {shown(block)}")
+        raise ConfigError("quantization_config", f"weight_block_size must be [128, 128], got {brief(block)}")
 
 
 def check_drafts(hf: Mapping[str, Any]) -> None:

@@ -208,7 +208,7 @@ class CacheLayout:
         )
 
     def layer(self, layer_idx: int) -> LayerSpec:
-        """The schedule entry of a layer. Raises `LayoutError` if there is no such layer."""
+        """Returns the schedule entry of a layer. Raises `LayoutError` if there is no such layer."""
         index = as_int(layer_idx)
         if index is None or not 0 <= index < len(self.schedule):
             last = len(self.schedule) - 1
@@ -264,7 +264,7 @@ class CacheLayout:
         return rows * width * np.dtype(leaf.dtype).itemsize
 
     def total_bytes(self, size: CacheSize) -> int:
-        """Bytes `init_cache` allocates for this size, null units included."""
+        """Returns bytes `init_cache` allocates for this size, null units included."""
         return sum(self.leaf_bytes(leaf, size) for leaf in self.leaves)
 
     @property
@@ -292,7 +292,7 @@ class CacheLayout:
         return self.window_bytes_per_request + self.state_bytes_per_request
 
     def request_bytes(self, tokens: int) -> int:
-        """What a request of this many tokens occupies: its slot and its blocks."""
+        """Returns what a request of this many tokens occupies: its slot and its blocks."""
         return self.bytes_per_slot + self.blocks_for(tokens) * self.bytes_per_block
 
     @functools.cached_property

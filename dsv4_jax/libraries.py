@@ -54,7 +54,7 @@ def in_checkout() -> bool:
 
 
 def sources() -> pathlib.Path:
-    """The folder `csrc/` of this package: inside it where pip installed it, beside it in a source checkout."""
+    """Returns the folder `csrc/` of this package: inside it where pip installed it, beside it in a source checkout."""
     return _PACKAGE.parent / "csrc" if in_checkout() else _PACKAGE / "csrc"
 
 
@@ -69,7 +69,8 @@ def source_digest(platform: Platform) -> str:
 
 
 def built_folder(platform: Platform) -> pathlib.Path:
-    """Where `dsv4-jax build` puts a library: `dsv4_jax/native/` of a checkout, else `$XDG_CACHE_HOME` or `~/.cache`.
+    """Returns where `dsv4-jax build` puts a library: `dsv4_jax/native/` of a checkout, else `$XDG_CACHE_HOME` or
+    `~/.cache`.
 
     There in `dsv4_jax/<digest of its sources>`, so that versions of the package do not meet.
     """
@@ -130,7 +131,7 @@ def open_cpu() -> ctypes.CDLL:
 
 
 def open_library(platform: Platform, path: pathlib.Path) -> ctypes.CDLL:
-    """The library of this kind in a file, built from this package's sources. Raises as `open_cpu`."""
+    """Returns the library of this kind in a file, built from this package's sources. Raises as `open_cpu`."""
     build = "`make build` or `dsv4-jax build`" if in_checkout() else "`dsv4-jax build`"
     if not path.is_file():
         raise ImplementationError(

@@ -83,7 +83,8 @@ class CacheFacts:
 
 
 def own_ids(ids: Any, ranks: int) -> tuple[Any, Any]:
-    """Blocks or pages of all pool ranks -> the rank of each, and its id there. Null stays null, of any rank."""
+    """Returns the rank of each of these blocks or pages of all pool ranks, and its id there. Null stays null, of any
+    rank."""
     return (ids - 1) % ranks, (ids - 1) // ranks + 1
 
 
@@ -154,7 +155,7 @@ class StepPlan(NamedTuple):
         return self.seq_slot.shape[0]
 
     def pack(self) -> PackedPlan:
-        """The same plan as one array: what to pass to a jitted step.
+        """Returns the same plan as one array: what to pass to a jitted step.
 
         Every host array of a jitted call costs its own transfer; the fields are views of one.
         """
@@ -165,11 +166,11 @@ class StepPlan(NamedTuple):
         )
 
     def unpack(self) -> StepPlan:
-        """Itself: so that a step takes either form."""
+        """Returns itself: so that a step takes either form."""
         return self
 
     def advance(self, steps: IntArray = 1) -> StepPlan:
-        """The plan of a later decode step of the same sequences: so many tokens further, nothing else to do.
+        """Returns the plan of a later decode step of the same sequences: so many tokens further, nothing else to do.
 
         For K-step loops: every sequence has one token per step and the blocks of all K steps are reserved ahead. From
         where its reservation ends (`seq_stop`) a sequence is padding, as the blocks of that place may be others'. So
@@ -200,7 +201,7 @@ class StepPlan(NamedTuple):
         )
 
     def only(self, sequences: Any) -> StepPlan:
-        """This plan with the other sequences as padding: of a loop those that have ended, say.
+        """Returns this plan with the other sequences as padding: of a loop those that have ended, say.
 
         Args:
             sequences: [B] bool. Works on traced arrays.
@@ -215,7 +216,7 @@ class StepPlan(NamedTuple):
         return self._replace(seq_slot=self.seq_slot * kept, token_slot=self.token_slot * kept[self.token_seq])
 
     def settled(self) -> StepPlan:
-        """This plan without copies and table entries: for a cache in which they are carried out."""
+        """Returns this plan without copies and table entries: for a cache in which they are carried out."""
         empty = self.table_slot[:0]
         return self._replace(
             table_slot=empty,

@@ -90,7 +90,8 @@ def style() -> Iterator[None]:
 
 
 def figure(title: str, subtitle: str, height: float) -> Any:
-    """An empty `matplotlib.figure.Figure`, `height` inches high, under a title and a line (or lines) of detail."""
+    """Returns an empty `matplotlib.figure.Figure`, `height` inches high, under a title and a line (or lines) of
+    detail."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -106,7 +107,7 @@ def figure(title: str, subtitle: str, height: float) -> Any:
 
 
 def model_title(name: str) -> str:
-    """What a title calls a model: V4-Flash for `flash`; a path as it is."""
+    """Returns what a title calls a model: V4-Flash for `flash`; a path as it is."""
     return {"flash": "V4-Flash", "pro": "V4-Pro", "tiny": "Tiny model"}.get(name, name)
 
 
@@ -125,7 +126,7 @@ def save(made: Any, path: str | os.PathLike[str]) -> None:
 
 
 def look(i: int, *, markers: bool = False) -> dict[str, Any]:
-    """How the i-th series looks: its colour, and dashes or a marker that another with this colour has not."""
+    """Returns how the i-th series looks: its colour, and dashes or a marker that another with this colour has not."""
     again = i + i // len(COLOURS)
     made: dict[str, Any] = {"color": COLOURS[i % len(COLOURS)], "linestyle": _DASHES[again % len(_DASHES)]}
     return made | ({"marker": _MARKERS[again % len(_MARKERS)]} if markers else {})

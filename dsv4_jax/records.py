@@ -142,20 +142,20 @@ def _numbers(piece: Piece) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=64)
 def block_record(layout: CacheLayout) -> RecordFormat:
-    """The record of one block."""
+    """Returns the record of one block."""
     whole = (Piece(leaf, leaf.rows, 0, leaf.row_bytes, 0) for leaf in layout.leaves if leaf.scope == "block")
     return RecordFormat("block", *_laid_out(whole))
 
 
 @functools.lru_cache(maxsize=64)
 def snapshot_record(layout: CacheLayout) -> RecordFormat:
-    """The record of a state at a block boundary."""
+    """Returns the record of a state at a block boundary."""
     return RecordFormat("slot", *_laid_out(_carried(layout)))
 
 
 @functools.lru_cache(maxsize=64)
 def state_record(layout: CacheLayout) -> RecordFormat:
-    """The record of a state anywhere: a `snapshot_record`, then what the unfinished entries have pooled."""
+    """Returns the record of a state anywhere: a `snapshot_record`, then what the unfinished entries have pooled."""
     snapshot = snapshot_record(layout)
     pieces, end = _laid_out(_unfinished(layout), snapshot.bytes)
     return RecordFormat("slot", snapshot.pieces + pieces, end)
@@ -167,7 +167,8 @@ def record_format(layout: CacheLayout, scope: RecordScope) -> RecordFormat:
 
 
 def page_bytes(layout: CacheLayout) -> int:
-    """Bytes of a page of the host's memory: a block record's, or a snapshot's if there are no blocks (SWA only)."""
+    """Returns bytes of a page of the host's memory: a block record's, or a snapshot's if there are no blocks (SWA
+    only)."""
     return block_record(layout).bytes or snapshot_record(layout).bytes
 
 

@@ -176,7 +176,7 @@ def build_schema(
 
 
 def checked_block_tokens(value: Any, cfg: DSV4Config) -> int:
-    """Tokens per block: a multiple of the lcm of the ratios that the model's layers have.
+    """Returns tokens per block: a multiple of the lcm of the ratios that the model's layers have.
 
     None: the smallest multiple that is at least 128. Raises `LayoutError`.
     """

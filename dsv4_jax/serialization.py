@@ -30,7 +30,7 @@ __all__ = ["layout_from_json", "layout_to_json", "serialized_as"]
 
 
 def layout_to_json(layout: CacheLayout) -> str:
-    """A layout as text, for `layout_from_json`."""
+    """Returns a layout as text, for `layout_from_json`."""
     cfg = dataclasses.asdict(layout.cfg) | {"layer_types": [kind.value for kind in layout.cfg.layer_types]}
     options = {
         "kv_format": layout.kv_row.name,
@@ -45,7 +45,7 @@ def layout_to_json(layout: CacheLayout) -> str:
 
 
 def layout_from_json(text: str) -> CacheLayout:
-    """The layout that `layout_to_json` wrote.
+    """Returns the layout that `layout_to_json` wrote.
 
     Raises:
         LayoutError: here it would store other bytes, or the text is none of a layout.

@@ -80,7 +80,7 @@ def cache_sharding(
 
 
 def stack_plans(plans: Sequence[StepPlan]) -> PackedPlan:
-    """The plans of all data shards, in their order, as the one argument of a sharded step.
+    """Returns the plans of all data shards, in their order, as the one argument of a sharded step.
 
     A shard with nothing to do takes part with a plan of padding (`plan_step([], shape=shape)`).
 
@@ -118,7 +118,7 @@ def shard_step(
     peers: Sequence[Peers] = (),
     **options: Any,
 ) -> Callable[..., tuple[Any, ...]]:
-    """A step of every data shard, jitted, the cache donated.
+    """Returns a step of every data shard, jitted, the cache donated.
 
     Args:
         step: `(params, cache, plan, *arrays, **options) -> (*results, cache)`, such as `model.decode_step`,
@@ -189,7 +189,7 @@ class _Placed(Protocol):
 
 
 def _partition(params: Any, mesh: Mesh) -> Any:
-    """A prefix of the parameters' tree."""
+    """Returns a prefix of the parameters' tree."""
 
     def of_node(node: Any) -> PartitionSpec:
         if not isinstance(node, _Placed):

@@ -113,7 +113,7 @@ class CacheStep(Generic[Cache]):
         return self.cache.layout
 
     def layer(self, layer_idx: int) -> LayerCacheHandle[Cache]:
-        """The view of one layer. Creates no array.
+        """Returns the view of one layer. Creates no array.
 
         Layers may be taken in any order. What is written through the view is in its `step`, not in this one:
         take the next layer from there.
@@ -124,7 +124,7 @@ class CacheStep(Generic[Cache]):
         return LayerCacheHandle(self, self.layout.layer(layer_idx), self.layout.schema(layer_idx))
 
     def finish(self, *, partial: bool = False) -> Cache:
-        """The cache after the step.
+        """Returns the cache after the step.
 
         Args:
             partial: layers of the backbone may have been left out, or written in part. (Those of MTP always may:
@@ -288,7 +288,8 @@ class LayerCacheHandle(Generic[Cache]):
     # What an MTP layer takes of the backbone
 
     def last_residual(self) -> jax.Array:
-        """The residual of the last token that each sequence had before the step, [B, width] float32; zeros without one.
+        """Returns the residual of the last token that each sequence had before the step, [B, width] float32; zeros
+        without one.
 
         Raises:
             LayoutError: this is no MTP layer.
@@ -319,7 +320,7 @@ class LayerCacheHandle(Generic[Cache]):
     # Queries
 
     def queries(self, q: Values, inv_freq: jax.Array) -> jax.Array:
-        """Queries for `attend` from projected ones [T, heads, head_dim] float32: RMSNorm per head, then RoPE.
+        """Returns queries for `attend` from projected ones [T, heads, head_dim] float32: RMSNorm per head, then RoPE.
 
         Args:
             inv_freq: [rope_dim / 2] float32: `rope_frequencies(cfg, layer.spec.attn)`.
@@ -329,7 +330,7 @@ class LayerCacheHandle(Generic[Cache]):
         return self._finish_queries(q, inv_freq, fmt, eps=self.layout.cfg.rms_norm_eps)
 
     def index_queries(self, q: Values, inv_freq: jax.Array, *, qat: bool) -> jax.Array:
-        """Queries for `index_scores` from projected ones [T, index_n_heads, index_head_dim] float32.
+        """Returns queries for `index_scores` from projected ones [T, index_n_heads, index_head_dim] float32.
 
         RoPE; with `qat` also the Hadamard rotation and FP4 rounding the model was trained with.
 
@@ -355,7 +356,7 @@ class LayerCacheHandle(Generic[Cache]):
     # Reads
 
     def gather_swa(self, dtype: jnp.dtype | None = None) -> tuple[jax.Array, jax.Array]:
-        """The window of every token: (rows [T, window, head_dim], visible [T, window] bool).
+        """Returns the window of every token: (rows [T, window, head_dim], visible [T, window] bool).
 
         Row k of token t is position t - window + 1 + k.
         """
@@ -363,7 +364,7 @@ class LayerCacheHandle(Generic[Cache]):
         return self._gather(window.rows, window.ids, self.schema.window, dtype), window.visible
 
     def gather_compressed(self, entries: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
-        """Dense rows [T, K, head_dim] of logical entries [T, K] int32 (0 for padding).
+        """Returns dense rows [T, K, head_dim] of logical entries [T, K] int32 (0 for padding).
 
         Raises:
             LayoutError: the layer is SWA-only; or entries are shared out over a pool axis.
@@ -380,7 +381,7 @@ class LayerCacheHandle(Generic[Cache]):
         return self.gather_compressed(self._all_entries(), dtype), self.visible_entries()
 
     def visible_entries(self) -> jax.Array:
-        """[T] int32: entries each token may see, (position + 1) // ratio; 0 for padding.
+        """Returns [T] int32: entries each token may see, (position + 1) // ratio; 0 for padding.
 
         Raises:
             LayoutError: the layer is SWA-only; so do all that gather or address entries.
@@ -391,7 +392,7 @@ class LayerCacheHandle(Generic[Cache]):
         return jnp.where(live, (self.plan.token_position + 1) // ratio, 0)
 
     def entry_rows(self, entries: jax.Array) -> jax.Array:
-        """Pool rows [T, K] of logical entries [T, K], through each token's block table.
+        """Returns pool rows [T, K] of logical entries [T, K], through each token's block table.
 
         Along a pool axis: this rank's rows; those of the null block for other ranks' entries.
         """
@@ -404,7 +405,7 @@ class LayerCacheHandle(Generic[Cache]):
         return run("entry_rows", arguments, implementation)
 
     def index_scores(self, queries: jax.Array, weights: Values, *, scale: float = 1.0) -> jax.Array:
-        """Indexer scores [T, S] float32 of all entries (-inf where not visible); CSA only.
+        """Returns indexer scores [T, S] float32 of all entries (-inf where not visible); CSA only.
 
         Along a pool axis: of this rank's entries, which `top_k` takes.
 
@@ -425,7 +426,7 @@ class LayerCacheHandle(Generic[Cache]):
         return run("index_scores", arguments, self.implementation)
 
     def top_k(self, scores: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The entries to attend to: (logical entries [T, K] int32, how many count [T] int32).
+        """Returns the entries to attend to: (logical entries [T, K] int32, how many count [T] int32).
 
         Along a pool axis each rank proposes its best, and all have the best of these: the same as one rank would.
         """
@@ -454,7 +455,7 @@ class LayerCacheHandle(Generic[Cache]):
         inverse_rope: jax.Array | None = None,
         dtype: DTypeLike = jnp.float32,
     ) -> tuple[jax.Array, jax.Array]:
-        """One softmax over the window, the layer's entries and the sink.
+        """Attends: one softmax over the window, the layer's entries and the sink.
 
         Args:
             queries: [T, heads, head_dim].
@@ -585,7 +586,7 @@ class LayerCacheHandle(Generic[Cache]):
         return after if keys is None else dataclasses.replace(after, rotated=keys.epilogue.hadamard)
 
     def _compressor(self, what: LayerWrites) -> tuple[PoolSchema, PoolSchema]:
-        """What the compressor of entries or of index keys fills, and its state."""
+        """Returns what the compressor of entries or of index keys fills, and its state."""
         schema, of_index = self.schema, what is LayerWrites.INDEXED
         pool, state = (schema.index_keys, schema.index_state) if of_index else (schema.entries, schema.entry_state)
         if pool is None or state is None:
@@ -706,7 +707,7 @@ def _written_by(schema: LayerCacheSchema) -> LayerWrites:
 
 
 def _wide(plan: StepPlan) -> StepPlan:
-    """The plan; of a single token with that token twice.
+    """Returns the plan; of a single token with that token twice.
 
     XLA makes one kernel of what it computes of a plan for all layers, but not where operands have one element.
     """

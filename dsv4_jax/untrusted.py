@@ -16,6 +16,7 @@ from .errors import ConfigError
 
 __all__ = [
     "INT32_MAX",
+    "brief",
     "integer_field",
     "number_field",
     "parse_json",
@@ -23,7 +24,6 @@ __all__ = [
     "read_json",
     "read_number",
     "read_settings",
-    "shown",
 ]
 
 INT32_MAX = 2**31 - 1
@@ -41,27 +41,27 @@ _SHORT = _Short()
 _SHORT.maxstring = _SHORT.maxother = _LONGEST_NAME
 
 
-def shown(value: object) -> str:
+def brief(value: object) -> str:
     """The value as one short line, however long, deep or odd it is."""
     return " ".join(_SHORT.repr(value).split())
 
 
 def plain(name: str) -> str:
-    """A name as it is if it is short and printable, else `shown`."""
-    return name if name.isprintable() and len(name) <= _LONGEST_NAME else shown(name)
+    """A name as it is if it is short and printable, else `brief`."""
+    return name if name.isprintable() and len(name) <= _LONGEST_NAME else brief(name)
 
 
 def integer_field(field: str, value: Any, low: int = 1, high: int = INT32_MAX) -> int:
     """The value if it is an integer in this range, which a bool is not."""
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise ConfigError(field, f"must be an integer from {low} to {high}, got {shown(value)}")
+        raise ConfigError(field, f"must be an integer from {low} to {high}, got {brief(value)}")
     return value
 
 
 def number_field(field: str, value: Any, low: float = _FLOAT32[0], high: float = _FLOAT32[1]) -> float:
     """The value if it is an integer or float in this range, which a bool and NaN are not."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
-        raise ConfigError(field, f"must be a number from {low:g} to {high:g}, got {shown(value)}")
+        raise ConfigError(field, f"must be a number from {low:g} to {high:g}, got {brief(value)}")
     return value
 
 
@@ -95,7 +95,7 @@ def read_settings(text: str, types: Mapping[str, type], error: Callable[[str, st
 
 
 def parse_json(data: bytes, *, unique_keys: bool = False) -> Any:
-    """The JSON value of UTF-8 text. With `unique_keys`, an object that says a key twice is refused.
+    """Returns the JSON value of UTF-8 text. With `unique_keys`, an object that says a key twice is refused.
 
     Raises:
         ValueError: says in one line why this is no such text.
@@ -130,5 +130,5 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(items) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise ValueError(f"the key {shown(twice)} is given twice")
+        raise ValueError(f"the key {brief(twice)} is given twice")
     return items

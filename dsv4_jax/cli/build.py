@@ -63,7 +63,7 @@ def _nvcc(named: pathlib.Path | None) -> native_build.Compiler:
 
 
 def _architectures(text: str) -> list[int]:
-    """argparse type: compute capabilities separated by commas."""
+    """Parses compute capabilities separated by commas."""
     parts = text.replace(";", ",").split(",")
     for part in parts:
         if not (part.isascii() and part.isdigit() and 80 <= int(part[:5]) < 1000):

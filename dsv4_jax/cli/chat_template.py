@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from ..errors import OptionError
-from ..untrusted import shown
+from ..untrusted import brief
 from .values import short
 
 __all__ = ["AMBIGUOUS", "TEMPLATE_FILE", "ChatTemplate", "Message", "Rendered", "failing", "find_template"]
@@ -170,10 +170,10 @@ def find_template(checkpoint: pathlib.Path, config: Mapping[str, Any]) -> str | 
         found = {each.get("name"): each.get("template") for each in found}
     if not isinstance(found, dict) or any(not isinstance(each, str) for pair in found.items() for each in pair):
         raise OptionError(
-            f"--chat: chat_template in tokenizer_config.json is {shown(found)}, neither a text nor texts with names"
+            f"--chat: chat_template in tokenizer_config.json is {brief(found)}, neither a text nor texts with names"
         )
     if _DEFAULT not in found:
-        raise OptionError(f"--chat: none of the checkpoint's chat templates is the default: {shown(sorted(found))}")
+        raise OptionError(f"--chat: none of the checkpoint's chat templates is the default: {brief(sorted(found))}")
     return found[_DEFAULT]
 
 

@@ -105,7 +105,7 @@ def _largest(want: np.ndarray, got: np.ndarray) -> np.ndarray:
 
 
 def divergence(want: np.ndarray, got: np.ndarray) -> np.ndarray:
-    """Kullback-Leibler divergence of next-token distributions, in nats: [T, vocab] logits twice -> [T]."""
+    """Returns the Kullback-Leibler divergence of next-token distributions, in nats: [T, vocab] logits twice -> [T]."""
 
     def log_softmax(x: np.ndarray) -> np.ndarray:
         x = x.astype(np.float64) - x.max(-1, keepdims=True)

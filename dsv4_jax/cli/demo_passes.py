@@ -48,7 +48,7 @@ PROMPTS = (233, 150, 90, 37)  # tokens; several HCA flushes of the tiny model, a
 
 
 def random_model() -> tuple[DSV4Config, Params]:
-    """A tiny model, a layer of each kind of attention. Experts are looked up by token in all of them.
+    """Returns a tiny model, a layer of each kind of attention. Experts are looked up by token in all of them.
 
     A random router decides by near ties. Where a quantised cache is compared with float32, rounding would send tokens
     to other experts, and the comparison would be one of experts.
@@ -58,7 +58,7 @@ def random_model() -> tuple[DSV4Config, Params]:
 
 
 def read_prompts(path: pathlib.Path | None) -> list[list[int]]:
-    """Bytes from four places of a text. Raises `PlanError` if it is too short, `FileError` if it is no file."""
+    """Returns bytes from four places of a text. Raises `PlanError` if it is too short, `FileError` if it is no file."""
     if path is None:
         data = TEXT.encode()
         return [list(data[at : at + n]) for n, at in _places(len(data))]
@@ -70,7 +70,7 @@ def read_prompts(path: pathlib.Path | None) -> list[list[int]]:
 
 
 def _places(size: int) -> list[tuple[int, int]]:
-    """The length and the first byte of each prompt in a text of so many bytes."""
+    """Returns the length and the first byte of each prompt in a text of so many bytes."""
     starts = np.linspace(0, size - max(PROMPTS), len(PROMPTS)).astype(int)
     return list(zip(PROMPTS, starts.tolist(), strict=True))
 

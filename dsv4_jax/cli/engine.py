@@ -112,17 +112,19 @@ class Engine:
     def remember(self, tokens: list[int], speed: Speed) -> None:
         """Computes what prompts begin with, in every shard: all but the last token stays cached."""
         self._generate(
-            [tokens] * len(self._managers), max_new_tokens=1, on_step=lambda drawn: speed.note(drawn.fed, 0, 0) and None
+            [tokens] * len(self._managers),
+            max_new_tokens=1,
+            on_step=lambda step: speed.note(step.fed, 0, 0) and None,
         )
 
     def answer(self, answers: list[Answer], printer: AnswerPrinter, progress: Progress, speed: Speed) -> None:
-        def take(drawn: Any) -> Collection[int]:
-            seconds = speed.note(drawn.fed, sum(map(len, drawn.tokens.values())), len(drawn.tokens))
-            for index, tokens in drawn.tokens.items():
-                piece = answers[index].add(tokens, index in drawn.ended, seconds)
+        def take(output: Any) -> Collection[int]:
+            seconds = speed.note(output.fed, sum(map(len, output.tokens.values())), len(output.tokens))
+            for index, tokens in output.tokens.items():
+                piece = answers[index].add(tokens, index in output.ended, seconds)
                 printer.show(index, piece)
                 progress.advance(len(tokens))
-            return [index for index in drawn.tokens if answers[index].end]
+            return [index for index in output.tokens if answers[index].end]
 
         self._generate([answer.prompt.tokens for answer in answers], on_step=take)
 

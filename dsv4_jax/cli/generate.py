@@ -196,7 +196,7 @@ def _memory(args: argparse.Namespace, cfg: DSV4Config, form: str, tensor: int) -
 
 
 def _mesh(shards: int, tensor: int) -> Any:
-    """The mesh of so many devices; None for one."""
+    """Returns the mesh of so many devices; None for one."""
     from ..model import Split
 
     return Split(shards, tensor).mesh() if shards * tensor > 1 else None
@@ -244,5 +244,5 @@ def _needs(prompts: list[Prompt], new: int, ahead: int, cfg: DSV4Config) -> list
 
 
 def _stop_tokens(text: str) -> list[int]:
-    """argparse type: ids separated by commas, or none."""
+    """Parses ids separated by commas, or none."""
     return [] if text == "none" else token_ids(text)

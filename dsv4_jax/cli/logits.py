@@ -139,7 +139,7 @@ def feed(
 
 
 def compiler_options(tokens: int) -> dict[str, int] | None:
-    """Compiler options of the steps that feed so many tokens."""
+    """Returns compiler options of the steps that feed so many tokens."""
     import jax
 
     few = tokens <= _FEW_TOKENS and jax.default_backend() == "cpu"
@@ -147,7 +147,8 @@ def compiler_options(tokens: int) -> dict[str, int] | None:
 
 
 def step_sizes(chunks: list[int]) -> list[int]:
-    """Tokens of the step that feeds each chunk: a few sizes, so that any list of chunks compiles a few steps."""
+    """Returns tokens of the step that feeds each chunk: a few sizes, so that any list of chunks compiles a few
+    steps."""
     largest, many_single = max(chunks), chunks.count(1) > _MANY_STEPS
 
     def size_of(count: int) -> int:
@@ -160,7 +161,7 @@ def step_sizes(chunks: list[int]) -> list[int]:
 
 
 def chunk_sizes(text: str) -> list[int]:
-    """argparse type: positive integers separated by commas."""
+    """Parses positive integers separated by commas."""
     return [positive(part.strip()) for part in text.split(",")]
 
 

@@ -42,7 +42,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def model_config(name: str) -> DSV4Config:
-    """The config of a built-in model, or one in Hugging Face's form. Raises `OptionError`."""
+    """Returns the config of a built-in model, or one in Hugging Face's form. Raises `OptionError`."""
     if name in BUILT_IN:
         return getattr(DSV4Config, name)()
     if not os.path.exists(name):
@@ -94,7 +94,7 @@ def load(
 
 
 def weight_bytes(cfg: DSV4Config, weights: str, devices: int = 1, tensor: int = 1, *, mtp: bool = False) -> int:
-    """Bytes of a model's weights on each of its devices, with `mtp` those of the MTP layer too.
+    """Returns bytes of a model's weights on each of its devices, with `mtp` those of the MTP layer too.
 
     Raises:
         OptionError: the model, or the devices, cannot be split so.

@@ -160,7 +160,7 @@ def add_layout(
 
 
 def layout_from(args: argparse.Namespace, cfg: DSV4Config, **options: Any) -> CacheLayout:
-    """The layout that these options choose. Raises `OptionError`."""
+    """Returns the layout that these options choose. Raises `OptionError`."""
     with naming(fields=LAYOUT_FIELDS):
         return CacheLayout(
             cfg,
@@ -248,7 +248,7 @@ def check_implementation(name: str | None) -> None:
 
 
 def devices_sharing_heads(given: int | None, devices: int, requests: int) -> int:
-    """`--tensor`: as given; if not told, all of them up to `LATENCY_REQUESTS` requests, for latency, else 1."""
+    """Returns `--tensor` as given; if it is not, all of them up to `LATENCY_REQUESTS` requests, for latency, else 1."""
     return given or (devices if requests <= LATENCY_REQUESTS else 1)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ..errors import FileError, OptionError
-from ..untrusted import parse_json, shown
+from ..untrusted import brief, parse_json
 from .inputs import open_regular, read_tokens
 from .options import option
 from .tokenizer import Tokenizer
@@ -52,7 +52,7 @@ def add_prompts(parser: argparse.ArgumentParser) -> None:
 
 
 def given_prompts(args: argparse.Namespace) -> list[Given]:
-    """The prompts of --prompt, then of --prompt-file, then of --tokens.
+    """Returns the prompts of --prompt, then of --prompt-file, then of --tokens.
 
     Raises `OptionError`, `FileError`, `PlanError`.
     """
@@ -71,7 +71,7 @@ def given_prompts(args: argparse.Namespace) -> list[Given]:
 
 
 def encode(given: list[Given], tokenizer: Tokenizer | None, chat: str | None, vocab_size: int) -> list[Prompt]:
-    """The ids of all. `tokenizer`: there if one is a text. Raises `OptionError`."""
+    """Returns the ids of all. `tokenizer`: there if one is a text. Raises `OptionError`."""
     prompts = []
     for source, content in given:
         if isinstance(content, list):
@@ -96,7 +96,7 @@ def encode(given: list[Given], tokenizer: Tokenizer | None, chat: str | None, vo
 
 
 def token_ids(text: str) -> list[int]:
-    """argparse type: ids separated by commas."""
+    """Parses ids separated by commas."""
     return [natural(part) for part in text.split(",")]
 
 
@@ -130,7 +130,7 @@ def _text(line: bytes) -> str:
 
 
 def _json(line: bytes) -> str | list[int]:
-    """The prompt of a line of JSON. Raises `ValueError`."""
+    """Returns the prompt of a line of JSON. Raises `ValueError`."""
     value: Any = parse_json(line, unique_keys=True)
     inner = next(iter(value.items())) if isinstance(value, dict) and len(value) == 1 else None
     for name, content in (inner,) if inner else (("prompt", value), ("tokens", value)):
@@ -138,4 +138,4 @@ def _json(line: bytes) -> str | list[int]:
             return content
         if name == "tokens" and isinstance(content, list) and all(type(token) is int for token in content):
             return content
-    raise ValueError(f'{shown(value)} is neither "text", a list of ids, {{"prompt": "text"}} nor {{"tokens": [1, 2]}}')
+    raise ValueError(f'{brief(value)} is neither "text", a list of ids, {{"prompt": "text"}} nor {{"tokens": [1, 2]}}')

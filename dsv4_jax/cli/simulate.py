@@ -257,7 +257,7 @@ def _lines(path: pathlib.Path) -> Iterator[TextIO]:
 
 
 def _speeds(text: str) -> list[float]:
-    """argparse type: numbers, each once."""
+    """Parses numbers, each once."""
     speeds = [number(part) for part in text.split(",")]
     if len(speeds) > _MAX_SPEEDS or len(set(speeds)) < len(speeds) or not all(1e-6 <= x <= 1e6 for x in speeds):
         raise argparse.ArgumentTypeError(f"must be 1 to {_MAX_SPEEDS} different numbers from 1e-6 to 1e6")

@@ -55,7 +55,7 @@ class Variant:
     options: dict[str, Any]
 
     def of(self, args: argparse.Namespace) -> argparse.Namespace:
-        """The command line's arguments with these options instead."""
+        """Returns the command line's arguments with these options instead."""
         cleared = {
             other: None
             for pair in _INSTEAD
@@ -73,7 +73,7 @@ class _VariantParser(argparse.ArgumentParser):
 
 
 def variant(text: str) -> Variant:
-    """argparse type: `NAME: OPTIONS`."""
+    """Parses `NAME: OPTIONS`."""
     name, colon, options = text.partition(":")
     if not colon or not (name := name.strip()):
         raise argparse.ArgumentTypeError(f"{short(text)} has no name: give 'NAME: OPTIONS'")
@@ -181,7 +181,7 @@ def _server(args: argparse.Namespace, layout: CacheLayout, trace: Sequence[Trace
 
 
 def placement(text: str) -> SnapshotPlacement:
-    """argparse type: the placement of these names."""
+    """Parses the names of a placement."""
     choices: dict[str, Any] = {"every": None, "doubling": None, **dict.fromkeys(_FLAGS.values(), False)}
     named = set[str]()
     for part in text.split(",") if text != "none" else ():
@@ -200,7 +200,7 @@ def placement(text: str) -> SnapshotPlacement:
 
 
 def _write_policy(text: str) -> WritePolicy | None:
-    """argparse type: None for no caching at all."""
+    """Parses a write policy, None for no caching at all."""
     plain = {"none": None, "write_back": WritePolicy.write_back(), "write_through": WritePolicy.write_through()}
     if text in plain:
         return plain[text]
@@ -211,7 +211,7 @@ def _write_policy(text: str) -> WritePolicy | None:
 
 
 def _step_time(text: str) -> StepTime:
-    """argparse type: constants by name."""
+    """Parses constants by name."""
     try:
         return StepTime.parse(text)
     except TraceError as error:

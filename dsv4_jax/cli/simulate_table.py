@@ -14,13 +14,13 @@ Run = dict[str, Any]  # as in the JSON that the command prints
 
 
 def table(result: dict[str, Any]) -> Table:
-    """The table of what the command prints as JSON: one run in detail, several in a line each."""
+    """Returns the table of what the command prints as JSON: one run in detail, several in a line each."""
     runs = result["runs"]
     return _one(result, runs[0]) if len(runs) == 1 else _several(result, runs)
 
 
 def hosts_table(result: dict[str, Any]) -> Table:
-    """The table of a simulation of several hosts: a line for each run."""
+    """Returns the table of a simulation of several hosts: a line for each run."""
     names = ["req/s\nserved", "TTFT\np50, s", "\np95", "TPOT\np50, ms", "\np95", "gap\np99", "out\ntok/s"]
     names += ["hits", "GB\nsent", mostly := "TTFT:\nmostly"]
     rows = []

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import OptionError
-from ..untrusted import plain, read_json, shown
+from ..untrusted import brief, plain, read_json
 from .chat_template import AMBIGUOUS, TEMPLATE_FILE, ChatTemplate, Message, failing, find_template
 from .values import short
 
@@ -66,7 +66,7 @@ class Tokenizer:
         return _EFFORT[self._template is not None]
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text to go on with: marks in it are the tokens that they name.
+        """Returns the ids of a text to go on with: marks in it are the tokens that they name.
 
         Raises:
             OptionError: it has no ids; or each text is to begin with a token that is not there.
@@ -111,8 +111,8 @@ class Tokenizer:
         return [begin, user, *self._text_ids(messages[0]["content"]), assistant, thinking[think]]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, without special tokens."""
-        with failing(f"--checkpoint: its tokenizer has no text for ids {shown(list(ids))}"):
+        """Returns the text of ids, without special tokens."""
+        with failing(f"--checkpoint: its tokenizer has no text for ids {brief(list(ids))}"):
             return self._tokenizer.decode(ids)
 
     @functools.cached_property
@@ -146,7 +146,7 @@ class Tokenizer:
         return ids + self._text_ids(text[end:])
 
     def _with_marks(self, text: str) -> tuple[list[int], list[tuple[int, int, int]]]:
-        """The ids of a text, and of the marks among them each with the place of its characters."""
+        """Returns the ids of a text, and of the marks among them each with the place of its characters."""
         with failing(f"--checkpoint: its tokenizer has no ids for {short(text)}"):
             found = self._tokenizer.encode(text, add_special_tokens=False)
         each = zip(found.ids, found.offsets, strict=True)
@@ -187,7 +187,7 @@ def stop_tokens_of(checkpoint: pathlib.Path) -> list[int]:
         said = _object(checkpoint / name).get("eos_token_id")
         ids = said if isinstance(said, list) else [said]
         if any(type(token) is not int for token in ids) and said is not None:
-            raise OptionError(f"--stop-tokens: eos_token_id in {checkpoint / name} is {shown(said)}, no ids: give them")
+            raise OptionError(f"--stop-tokens: eos_token_id in {checkpoint / name} is {brief(said)}, no ids: give them")
         if ids and said is not None:
             return ids
     return []
@@ -202,5 +202,5 @@ def _object(path: pathlib.Path) -> dict[str, Any]:
     except ValueError as error:
         raise OptionError(f"--checkpoint: {path}: {error}") from None
     if not isinstance(value, dict):
-        raise OptionError(f"--checkpoint: {path} holds {shown(value)}, no JSON object")
+        raise OptionError(f"--checkpoint: {path} holds {brief(value)}, no JSON object")
     return value

@@ -46,12 +46,12 @@ _TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 def short(text: str) -> str:
-    """A value in a message: what was typed, unless that is very long."""
+    """Returns a value in a message: what was typed, unless that is very long."""
     return repr(text if len(text) <= 40 else text[:37] + "...")
 
 
 def positive(text: str) -> int:
-    """An integer of at least 1."""
+    """Returns an integer of at least 1."""
     value = natural(text)
     if value == 0:
         raise argparse.ArgumentTypeError("must be at least 1")
@@ -59,7 +59,7 @@ def positive(text: str) -> int:
 
 
 def natural(text: str) -> int:
-    """An integer of at least 0, below 2^31, in ASCII digits."""
+    """Returns an integer of at least 0, below 2^31, in ASCII digits."""
     match = re.fullmatch(r"([+-]?)0*([0-9]+)", text.strip())
     if not match:
         raise argparse.ArgumentTypeError(f"{short(text)} is not an integer")
@@ -82,7 +82,7 @@ def byte_count(text: str) -> int:
 
 
 def byte_rate(text: str) -> float:
-    """Bytes per second: a number above 0 with a unit (50GB/s, 12.5GiB/s, 400Gbit/s), or inf."""
+    """Returns bytes per second: a number above 0 with a unit (50GB/s, 12.5GiB/s, 400Gbit/s), or inf."""
     if text.strip() == "inf":
         return math.inf
     rate = _measured(text, _BYTE_RATES)
@@ -93,7 +93,7 @@ def byte_rate(text: str) -> float:
 
 
 def duration(text: str) -> float:
-    """Seconds, at least 0 and at most an hour: a number with a unit (100us, 1.5ms, 2s)."""
+    """Returns seconds, at least 0 and at most an hour: a number with a unit (100us, 1.5ms, 2s)."""
     seconds = _measured(text, _TIMES)
     if not seconds <= 3600:
         raise argparse.ArgumentTypeError(f"{short(text)} is not a time of at most an hour such as 100us or 1.5ms")
@@ -128,7 +128,7 @@ def fraction(text: str) -> float:
 
 
 def number(text: str) -> float:
-    """Any number. What it is for says which are too small or too large."""
+    """Parses any number. What it is for says which are too small or too large."""
     try:
         return read_number(text)
     except ValueError:

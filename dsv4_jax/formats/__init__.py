@@ -124,17 +124,19 @@ INDEX_FORMATS: dict[str, FormatSpec] = {
 
 
 def kv_format(name: str, head_dim: int, rope_dim: int) -> RowFormat:
-    """The stored form of a KV row. Raises `LayoutError`: no such name, or the format has no row of these widths."""
+    """Returns the stored form of a KV row. Raises `LayoutError`: no such name, or the format has no row of these
+    widths."""
     return _lookup(KV_FORMATS, "KV row", name, head_dim, rope_dim)
 
 
 def index_format(name: str, dim: int) -> RowFormat:
-    """The stored form of an index key. Raises `LayoutError`: no such name, or the format has no key of this width."""
+    """Returns the stored form of an index key. Raises `LayoutError`: no such name, or the format has no key of this
+    width."""
     return _lookup(INDEX_FORMATS, "index key", name, dim, 0)
 
 
 def codec(fmt: RowFormat) -> ModuleType:
-    """The jnp codec module of a format (imports jax). Raises `LayoutError`: there is none."""
+    """Returns the jnp codec module of a format (imports jax). Raises `LayoutError`: there is none."""
     return _codec(fmt.name, fmt.module)
 
 

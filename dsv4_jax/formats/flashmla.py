@@ -21,13 +21,13 @@ Parts = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def page_bytes(fmt: RowFormat, entries: int) -> int:
-    """Bytes of a page of `entries` rows. Raises `LayoutError`: rows of `fmt` hold something else."""
+    """Returns bytes of a page of `entries` rows. Raises `LayoutError`: rows of `fmt` hold something else."""
     data, scales = _entry_bytes(fmt)
     return -(-entries * (data + scales) // data) * data
 
 
 def pack_pages(fmt: RowFormat, parts: Parts, entries: int) -> jax.Array:
-    """Stored parts of consecutive rows -> pages.
+    """Packs the stored parts of consecutive rows into pages.
 
     Args:
         fmt: of the stored rows: e4m3 codes, bf16 codes, ue8m0 scales, as "fp8" KV rows are.
@@ -54,7 +54,7 @@ def pack_pages(fmt: RowFormat, parts: Parts, entries: int) -> jax.Array:
 
 
 def unpack_pages(fmt: RowFormat, pages: jax.Array, entries: int) -> Parts:
-    """The inverse of `pack_pages`: [pages, page_bytes] uint8 -> parts of `pages * entries` rows.
+    """Undoes `pack_pages`: [pages, page_bytes] uint8 -> parts of `pages * entries` rows.
 
     Raises:
         LayoutError: the rows hold something else.
@@ -72,7 +72,7 @@ def unpack_pages(fmt: RowFormat, pages: jax.Array, entries: int) -> Parts:
 
 
 def _entry_bytes(fmt: RowFormat) -> tuple[int, int]:
-    """(data, scale) bytes of one entry."""
+    """Returns the bytes of data and of scales of one entry."""
     match fmt.holds:
         case Codes("e4m3"), Codes("bf16"), Scales("ue8m0", group) if group == NOPE_GROUP:
             nope, rope, scale = fmt.parts

@@ -32,7 +32,7 @@ __all__ = ["decode", "encode"]
 
 
 def encode(fmt: RowFormat, x: jax.Array) -> tuple[jax.Array, ...]:
-    """[..., dim] float -> (nope uint8 [..., nope_dim], rope uint16 [..., rope_dim], scale uint8 [..., s])."""
+    """Encodes [..., dim] float to (nope uint8 [..., nope_dim], rope uint16 [..., rope_dim], scale uint8 [..., s])."""
     (scales,) = fmt.scales
     x = flush_subnormals(x)
     groups = grouped(x[..., : fmt.nope_dim], scales.group)
@@ -45,7 +45,7 @@ def encode(fmt: RowFormat, x: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def decode(fmt: RowFormat, parts: tuple[jax.Array, ...], dtype: jnp.dtype = jnp.float32) -> jax.Array:
-    """The stored parts of rows -> [..., dim] in `dtype`."""
+    """Decodes the stored parts of rows to [..., dim] of `dtype`."""
     (scales,) = fmt.scales
     nope, rope, scale = parts
     factor = power_of_two(scale.astype(jnp.int32) - np.int32(127))

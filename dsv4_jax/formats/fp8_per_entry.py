@@ -29,7 +29,7 @@ __all__ = ["decode", "encode"]
 
 
 def encode(fmt: RowFormat, x: jax.Array) -> tuple[jax.Array, ...]:
-    """[..., dim] float -> (nope uint8 [..., nope_dim], rope uint16 [..., rope_dim], inv_scale f32 [..., 1])."""
+    """Encodes [..., dim] float to (nope uint8 [..., nope_dim], rope uint16 [..., rope_dim], inv_scale f32 [..., 1])."""
     (scales,) = fmt.scales
     x = flush_subnormals(x)
     nope = x[..., : fmt.nope_dim]
@@ -39,7 +39,7 @@ def encode(fmt: RowFormat, x: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def decode(fmt: RowFormat, parts: tuple[jax.Array, ...], dtype: jnp.dtype = jnp.float32) -> jax.Array:
-    """The stored parts of rows -> [..., dim] in `dtype`."""
+    """Decodes the stored parts of rows to [..., dim] of `dtype`."""
     nope, rope, inv_scale = parts
     values = e4m3_values(nope) * inv_scale
     return jnp.concatenate([values.astype(dtype), bits_bf16(rope).astype(dtype)], -1)

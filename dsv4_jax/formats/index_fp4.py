@@ -27,7 +27,7 @@ _MIDPOINTS = (_VALUES[1:] + _VALUES[:-1]) / 2
 
 
 def encode(fmt: RowFormat, x: jax.Array) -> tuple[jax.Array, ...]:
-    """[..., dim] float -> (codes uint8 [..., dim / 2], scale uint8 [..., ceil(dim / 32)])."""
+    """Encodes [..., dim] float to (codes uint8 [..., dim / 2], scale uint8 [..., ceil(dim / 32)])."""
     (scales,) = fmt.scales
     codes, exponent, nan = _quantise(x, scales.group, np.float32(scales.floor))
     codes = ungrouped(codes)[..., : x.shape[-1]]
@@ -37,7 +37,7 @@ def encode(fmt: RowFormat, x: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def decode(fmt: RowFormat, parts: tuple[jax.Array, ...], dtype: jnp.dtype = jnp.float32) -> jax.Array:
-    """The stored parts of keys -> [..., dim] in `dtype`."""
+    """Decodes the stored parts of keys to [..., dim] of `dtype`."""
     (scales,), (packed, scale) = fmt.scales, parts
     codes = ungrouped(jnp.stack([packed & np.uint8(15), packed >> np.uint8(4)], -1))
     groups = _values(grouped(codes, scales.group))
@@ -63,7 +63,7 @@ def _quantise(x: jax.Array, group: int, floor: np.float32) -> tuple[jax.Array, j
 
 
 def e2m1_codes(x: jax.Array) -> jax.Array:
-    """float32 -> e2m1 codes (uint8, sign in bit 3), round to nearest even, clipped to +-6; NaN -> 0."""
+    """Encodes float32 as e2m1 codes (uint8, sign in bit 3), round to nearest even, clipped to +-6; NaN -> 0."""
     magnitude = jnp.abs(x)
     code = jnp.zeros(x.shape, jnp.uint8)
     for i, midpoint in enumerate(_MIDPOINTS):

@@ -25,7 +25,7 @@ __all__ = ["decode", "encode"]
 
 
 def encode(fmt: RowFormat, x: jax.Array) -> tuple[jax.Array, ...]:
-    """[..., dim] float -> (codes uint8 [..., dim], scale f32 [..., 1])."""
+    """Encodes [..., dim] float to (codes uint8 [..., dim], scale f32 [..., 1])."""
     (scales,) = fmt.scales
     x = flush_subnormals(x)
     exponent = ue8m0_scale_exponent(absmax(x, np.float32(scales.floor)), E4M3_MAX)[..., None]
@@ -33,6 +33,6 @@ def encode(fmt: RowFormat, x: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def decode(fmt: RowFormat, parts: tuple[jax.Array, ...], dtype: jnp.dtype = jnp.float32) -> jax.Array:
-    """The stored parts of keys -> [..., dim] in `dtype`."""
+    """Decodes the stored parts of keys to [..., dim] of `dtype`."""
     codes, scale = parts
     return (e4m3_values(codes) * scale).astype(dtype)

@@ -12,14 +12,14 @@ __all__ = ["decode", "encode"]
 
 
 def encode(fmt: RowFormat, x: jax.Array) -> tuple[jax.Array, ...]:
-    """[..., dim] float -> one part of the same shape. bf16 counts float32 subnormals as zero."""
+    """Encodes [..., dim] float to one part of the same shape. bf16 counts float32 subnormals as zero."""
     if fmt.dense_dtype == "float32":
         return (x.astype(jnp.float32),)
     return (bf16_bits(flush_subnormals(x)),)
 
 
 def decode(fmt: RowFormat, parts: tuple[jax.Array, ...], dtype: jnp.dtype = jnp.float32) -> jax.Array:
-    """The stored part of rows -> [..., dim] in `dtype`."""
+    """Decodes the stored part of rows to [..., dim] of `dtype`."""
     (row,) = parts
     if fmt.dense_dtype == "float32":
         return row.astype(dtype)

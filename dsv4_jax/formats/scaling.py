@@ -37,7 +37,7 @@ _F32_MAX = np.float32(np.finfo(np.float32).max)
 
 
 def flush_subnormals(x: jax.Array) -> jax.Array:
-    """float32 with subnormals replaced by zeros of the same sign."""
+    """Returns float32 with subnormals replaced by zeros of the same sign."""
     bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     zero = bits & np.uint32(0x80000000)
     bits = jnp.where((bits & np.uint32(0x7F800000)) == 0, zero, bits)
@@ -45,13 +45,13 @@ def flush_subnormals(x: jax.Array) -> jax.Array:
 
 
 def absmax(x: jax.Array, floor: np.float32) -> jax.Array:
-    """max |x| over the last axis, NaN ignored, Inf counted as the largest float32. [..., n] -> [...]"""
+    """Returns max |x| over the last axis, NaN ignored, Inf counted as the largest float32. [..., n] -> [...]"""
     magnitude = jnp.where(jnp.isnan(x), np.float32(0), jnp.minimum(jnp.abs(x), _F32_MAX))
     return jnp.maximum(magnitude.max(-1), floor)
 
 
 def ue8m0_scale_exponent(amax: jax.Array, limit: float | np.floating) -> jax.Array:
-    """k = ceil(log2(amax / limit)) exactly, for normal amax > 0. int32, same shape.
+    """Returns k = ceil(log2(amax / limit)) exactly, for normal amax > 0. int32, same shape.
 
     With amax = m * 2^e and limit = m' * 2^e' (1 <= m, m' < 2) that is e - e' plus one if m > m'.
     """
@@ -68,7 +68,7 @@ def power_of_two(exponent: jax.Array) -> jax.Array:
 
 
 def e4m3_codes(x: jax.Array) -> jax.Array:
-    """float32 -> e4m3fn bytes, round to nearest even, clipped to +-448; NaN -> 0x7F."""
+    """Encodes float32 as e4m3fn bytes, round to nearest even, clipped to +-448; NaN -> 0x7F."""
     nan = jnp.isnan(x)
     clipped = jnp.clip(jnp.where(nan, np.float32(0), x), -E4M3_MAX, E4M3_MAX)
     codes = lax.bitcast_convert_type(clipped.astype(jnp.float8_e4m3fn), jnp.uint8)
@@ -76,28 +76,28 @@ def e4m3_codes(x: jax.Array) -> jax.Array:
 
 
 def e4m3_values(codes: jax.Array) -> jax.Array:
-    """e4m3fn bytes -> float32 (exact)."""
+    """Decodes e4m3fn bytes to float32 (exact)."""
     return lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
 
 
 def bf16_bits(x: jax.Array) -> jax.Array:
-    """float -> bf16 bit patterns (uint16), round to nearest even; every NaN -> 0x7FC0."""
+    """Encodes floats as bf16 bit patterns (uint16), round to nearest even; every NaN -> 0x7FC0."""
     bits = lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
     return jnp.where(jnp.isnan(x), np.uint16(0x7FC0), bits)
 
 
 def bits_bf16(bits: jax.Array) -> jax.Array:
-    """bf16 bit patterns (uint16) -> float32 (exact)."""
+    """Decodes bf16 bit patterns (uint16) to float32 (exact)."""
     return lax.bitcast_convert_type(bits, jnp.bfloat16).astype(jnp.float32)
 
 
 def grouped(x: jax.Array, size: int) -> jax.Array:
-    """[..., n] -> [..., ceil(n / size), size], the tail padded with zeros."""
+    """Reshapes [..., n] to [..., ceil(n / size), size], the tail padded with zeros."""
     groups = -(-x.shape[-1] // size)
     padding = [(0, 0)] * (x.ndim - 1) + [(0, groups * size - x.shape[-1])]
     return jnp.pad(x, padding).reshape(*x.shape[:-1], groups, size)
 
 
 def ungrouped(groups: jax.Array) -> jax.Array:
-    """[..., g, size] -> [..., g * size]; also of no rows at all."""
+    """Reshapes [..., g, size] to [..., g * size]; also of no rows at all."""
     return groups.reshape(*groups.shape[:-2], groups.shape[-2] * groups.shape[-1])

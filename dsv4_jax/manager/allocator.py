@@ -161,7 +161,8 @@ class BlockAllocator:
         )
 
     def acquire_at(self, places: Sequence[int], metadata: Any = None) -> list[int]:
-        """An id for each place, the lowest free one of its rank: all of them or none. `metadata` as of `acquire`.
+        """Returns an id for each place, the lowest free one of its rank: all of them or none. `metadata` as of
+        `acquire`.
 
         Raises:
             OutOfBlocksError: a rank has fewer free ones; nothing was taken.
@@ -237,7 +238,7 @@ class BlockAllocator:
         self.release([ref.block for ref in refs])
 
     def ref(self, block: int) -> BlockRef:
-        """The reference of a held id. Raises `PlanError` if it is not held."""
+        """Returns the reference of a held id. Raises `PlanError` if it is not held."""
         block = self._held_id(block)
         return BlockRef(block, self._stamps[block])
 

@@ -66,7 +66,8 @@ class Handoff:
         return self.first + len(self.blocks)
 
     def vouched(self, blocks: Sequence[bytes], state: Sequence[bytes]) -> Handoff:
-        """This hand-off with the checksums of its pages. Raises `HandoffError` unless each has one of 16 bytes."""
+        """Returns this hand-off with the checksums of its pages. Raises `HandoffError` unless each has one of 16
+        bytes."""
         sums = (*blocks, *state)
         if (len(blocks), len(state)) != (len(self.blocks), len(self.state)) or any(len(s) != SUM_BYTES for s in sums):
             raise HandoffError("sums", f"expected one of {SUM_BYTES} bytes for each page")
@@ -82,7 +83,7 @@ class Handoff:
 
     @staticmethod
     def from_json(data: bytes) -> Handoff:
-        """What `to_json` made.
+        """Returns what `to_json` made.
 
         Raises:
             HandoffError: anything else; names the field, and says in one line what is wrong.
@@ -103,7 +104,7 @@ class Handoff:
 
 
 def check_lease_seconds(seconds: Any) -> float:
-    """How long a lease lasts, as a float. Raises `HandoffError` unless a number above 0, of at most a day."""
+    """Returns how long a lease lasts, as a float. Raises `HandoffError` unless a number above 0, of at most a day."""
     return check_seconds("seconds", seconds, _MAX_SECONDS, error=functools.partial(HandoffError, "seconds"))
 
 

@@ -237,7 +237,7 @@ class KVCacheManager:
     def digests(
         self, tokens: Iterable[int], *, namespace: Namespace | None = None, items: Iterable[MediaItem] = ()
     ) -> list[bytes]:
-        """The digests of a prompt's full blocks, in path order: their names in the `EventLog` and in storage.
+        """Returns the digests of a prompt's full blocks, in path order: their names in the `EventLog` and in storage.
 
         For routers; nothing is looked up, and nothing changes. A prompt of any length has them. A process
         without a manager makes the same ones with `BlockHasher(manager.hash_spec, tokens, ...).digests`.
@@ -257,7 +257,7 @@ class KVCacheManager:
         namespace: Namespace | None = None,
         items: Iterable[MediaItem] = (),
     ) -> Request:
-        """A new request in the lowest free slot.
+        """Returns a new request in the lowest free slot.
 
         With a policy it starts with the longest cached prefix of its prompt that ends at a snapshot
         (`num_cached` tokens, at least the last one is left to compute). What of it is on the host
@@ -608,7 +608,7 @@ class KVCacheManager:
             return self.steps.plan(scheduled, count, shape)
 
     def plan_tokens(self, plan: StepPlan) -> np.ndarray:
-        """The token ids of a plan, [T] int32 in its order (padding: 0), from the requests' `tokens`.
+        """Returns the token ids of a plan, [T] int32 in its order (padding: 0), from the requests' `tokens`.
 
         They are noted as what the plan computes: a second call gives the same, whatever `tokens` says by then.
         Call it before the requests are released. For a plan of K steps: the tokens of the first.
@@ -687,7 +687,7 @@ class KVCacheManager:
         slot_copies: int | None = None,
         block_copies: int = 0,
     ) -> StepShape:
-        """The shape of every step of up to `sequences` requests and `tokens` tokens (default: one per request).
+        """Returns the shape of every step of up to `sequences` requests and `tokens` tokens (default: one per request).
 
         With prefix caching a request may come with all its table entries at once: there is room for
         one such request in a step, and `schedule(..., shape=shape)` makes others wait.
@@ -838,7 +838,7 @@ class KVCacheManager:
     # Numbers
 
     def memory_bytes(self) -> int:
-        """Bytes of the cache this manager manages: exactly what `init_cache` allocates."""
+        """Returns bytes of the cache this manager manages: exactly what `init_cache` allocates."""
         self.guard.check()
         return self.layout.total_bytes(self.arrays)
 
@@ -884,14 +884,14 @@ class KVCacheManager:
 
 
 def _what_bound(error: ContextLimitError | NoFreeSlotError | OutOfBlocksError) -> str:
-    """The pool without room, or "context"."""
+    """Returns the pool without room, or "context"."""
     if isinstance(error, OutOfBlocksError):
         return error.pool
     return "slot" if isinstance(error, NoFreeSlotError) else "context"
 
 
 def _listed(name: str, values: Iterable[Any]) -> list[Any]:
-    """The values as a list. Raises `PlanError` for what cannot be listed."""
+    """Returns the values as a list. Raises `PlanError` for what cannot be listed."""
     if type(values) is list:
         return values
     try:

@@ -97,7 +97,7 @@ class ManagerStats(NamedTuple):
 
 
 def pool_use(pool: BlockAllocator, *, private: int, cached: int, evictable: int, unit_bytes: int = 0) -> PoolUse:
-    """The numbers of one pool. Raises `IntegrityError` unless they account for every unit."""
+    """Returns the numbers of one pool. Raises `IntegrityError` unless they account for every unit."""
     use = PoolUse(pool.num_total, pool.num_free, private, cached, evictable, unit_bytes)
     if use.free + private + cached != use.total or min(use) < 0 or evictable > cached:
         raise IntegrityError(f"{pool.name} pool: {use} does not add up to {use.total}")
@@ -118,7 +118,7 @@ def collect_stats(
     admission_failures: Mapping[str, int] | None = None,
     generation: int = 0,
 ) -> CacheStats:
-    """The numbers now. `private` units are those that requests hold and the tree does not count as cached.
+    """Returns the numbers now. `private` units are those that requests hold and the tree does not count as cached.
 
     Args:
         page_bytes: of a page of the host.
@@ -148,7 +148,8 @@ def collect_stats(
 
 
 def prometheus_text(stats: ManagerStats | CacheStats, prefix: str = "dsv4_cache") -> str:
-    """What `KVCacheManager.stats` gave in Prometheus' text exposition format, version 0.0.4; or its `cache` alone.
+    """Returns what `KVCacheManager.stats` gave in Prometheus' text exposition format, version 0.0.4; or its `cache`
+    alone.
 
     Raises:
         PlanError: it is neither.

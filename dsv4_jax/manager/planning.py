@@ -29,7 +29,7 @@ def build_plan(
     block_copies: Sequence[tuple[int, int]] | np.ndarray = (),
     steps: int = 1,
 ) -> StepPlan:
-    """The padded plan of these sequences.
+    """Returns the padded plan of these sequences.
 
     Args:
         sequences: of the step, at least one token each; their tokens follow each other in this order.
@@ -104,7 +104,7 @@ def next_decode(
     block_copies: Sequence[tuple[int, int]] = (),
     steps: int = 1,
 ) -> StepPlan:
-    """`build_plan` for the sequences of an earlier plan of this shape and size, one token each, at other starts.
+    """Does `build_plan` for the sequences of an earlier plan of this shape and size, one token each, at other starts.
 
     What does not depend on the starts is shared with that plan.
 
@@ -149,7 +149,8 @@ def with_extras(
     slot_copies: Sequence[tuple[int, int]],
     block_copies: Sequence[tuple[int, int]],
 ) -> StepPlan:
-    """A plan of this shape with these entries and copies in place of its own. Raises `PlanError` as `build_plan`."""
+    """Returns a plan of this shape with these entries and copies in place of its own. Raises `PlanError` as
+    `build_plan`."""
     check_extras(shape, table_entries=len(table_entries), slot_copies=len(slot_copies), block_copies=len(block_copies))
     assert plan.facts is not None
     return plan._replace(**_extras(plan.facts, shape, table_entries, slot_copies, block_copies))

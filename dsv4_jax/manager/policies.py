@@ -134,7 +134,7 @@ class SnapshotPlacement:
         return min([stop, *(i * block_tokens for i in blocks if i >= block)])
 
     def _doubled(self, blocks: int) -> int:
-        """The largest of `doubling`, twice, four times ... as many that is at most `blocks`; 0 if none is."""
+        """Returns the largest of `doubling`, twice, four times ... as many that is at most `blocks`; 0 if none is."""
         assert self.doubling is not None
         times = blocks // self.doubling
         return self.doubling << times.bit_length() - 1 if times else 0

@@ -137,7 +137,7 @@ class Publisher:
             request.hasher = None  # nothing more of this request is cached
 
     def last_written(self, request: Request) -> list[Node]:
-        """The published nodes whose blocks the request's last step filled."""
+        """Returns the published nodes whose blocks the request's last step filled."""
         if request.left_by != request.last_step:
             return []
         return [n for n in request.written if (n.depth + 1) * self.block_tokens > request.step_start]

@@ -190,7 +190,7 @@ class Request:
         return f"<Request {name} {where}: {self.num_cached} of {len(self.tokens)} tokens cached>"
 
     def __index__(self) -> int:
-        """The slot. Raises `RequestError` without one: the slot may be someone else's by then."""
+        """Returns the slot. Raises `RequestError` without one: the slot may be someone else's by then."""
         if self.state is not RequestState.LIVE:
             raise RequestError(f"request {self.id!r} was {self.state.value}: it has no slot")
         return self.slot

@@ -55,7 +55,7 @@ class RequestBook:
         return request if live else None
 
     def find_live(self, request: Request) -> Request:
-        """The request itself. Raises `RequestError` if it is not live here, or is none: an integer, say."""
+        """Returns the request itself. Raises `RequestError` if it is not live here, or is none: an integer, say."""
         if not isinstance(request, Request):
             raise RequestError(f"not a Request of admit_request, fork or manager.requests: {shown(request)}")
         if self.live.get(request.slot) is request:
@@ -65,13 +65,13 @@ class RequestBook:
         raise RequestError(f"request {request.id!r} {why}")
 
     def find_in_slot(self, slot: int) -> Request:
-        """The live request of a slot. Raises `RequestError` if there is none."""
+        """Returns the live request of a slot. Raises `RequestError` if there is none."""
         if slot not in self.live:
             raise RequestError(f"no live request in slot {slot}")
         return self.live[slot]
 
     def find_known(self, request: Request) -> Request:
-        """The live or preempted request itself. Raises `RequestError` if it is neither, or no request."""
+        """Returns the live or preempted request itself. Raises `RequestError` if it is neither, or no request."""
         if isinstance(request, Request) and self.is_preempted(request):
             return request
         return self.find_live(request)

@@ -73,32 +73,32 @@ class TokenIds(list[int]):
         self.change(first, before)
 
     def insert(self, index: SupportsIndex, value: int) -> None:
-        """As of a list."""
+        """Does as a list does."""
         first, before = self._at(index), len(self)
         super().insert(index, value)
         self.change(first, before)
 
     def pop(self, index: SupportsIndex = -1) -> int:
-        """As of a list."""
+        """Does as a list does."""
         first, before = self._at(index), len(self)
         value = super().pop(index)
         self.change(first, before)
         return value
 
     def remove(self, value: int) -> None:
-        """As of a list."""
+        """Does as a list does."""
         del self[self.index(value)]
 
     def clear(self) -> None:
-        """As of a list."""
+        """Does as a list does."""
         del self[:]
 
     def reverse(self) -> None:
-        """As of a list."""
+        """Does as a list does."""
         self[:] = self[::-1]
 
     def sort(self, **options) -> None:
-        """As of a list."""
+        """Does as a list does."""
         self[:] = sorted(self, **options)
 
     def __imul__(self, times: SupportsIndex) -> Self:

@@ -15,7 +15,7 @@ __all__ = ["collect", "compute_block_budget"]
 
 
 def collect(layout: CacheLayout, size: CacheSize, book: RequestBook, cache: TieredCache) -> ManagerStats:
-    """The numbers now. Raises `IntegrityError` if a unit is unaccounted for."""
+    """Returns the numbers now. Raises `IntegrityError` if a unit is unaccounted for."""
     live, waiting = book.requests, book.preempted
     late_blocks, late_slots = cache.copies.late
     parked = [request.parked for request in waiting if request.parked is not None]

@@ -104,7 +104,7 @@ class StepShape:
         return StepShape(*(max(a, b) for a, b in sizes))
 
     def bucketed(self, max_columns: int) -> StepShape:
-        """Every size rounded up to a power of two (columns at most the block table's width)."""
+        """Returns this shape with every size rounded up to a power of two (columns at most the block table's width)."""
 
         def up(n: int) -> int:
             return 1 << (n - 1).bit_length() if n else 0
@@ -155,7 +155,8 @@ class StepTokens(NamedTuple):
         return cls(slot, start, count, first, sequence, position, group, place, flushes)
 
     def stop(self, steps: int) -> np.ndarray:
-        """[B] tokens of each sequence after so many steps of as many. Raises `PlanError`: more than int32 counts."""
+        """Returns [B] tokens of each sequence after so many steps of as many. Raises `PlanError`: more than int32
+        counts."""
         stop = self.start + self.count * steps  # none of these is more than 2^31
         if (most := int(stop.max(initial=0))) > INT32_MAX:
             raise PlanError(f"a sequence would have {most} tokens: positions are int32 and reach {INT32_MAX - 1}")
@@ -220,7 +221,7 @@ def shape_for(
 
 
 def int_rows(name: str, rows: Any, width: int) -> np.ndarray:
-    """Rows of so many integers each, as int64 [n, width]. Raises `PlanError` for anything else."""
+    """Returns rows of so many integers each, as int64 [n, width]. Raises `PlanError` for anything else."""
     if type(rows) is np.ndarray and rows.dtype == np.int64 and rows.shape[1:] == (width,):
         return rows  # the manager's own, in every step
     try:

@@ -322,7 +322,7 @@ class Steps:
     # After planning
 
     def tokens(self, plan: StepPlan) -> np.ndarray:
-        """The token ids of a plan. See `KVCacheManager.plan_tokens`."""
+        """Returns the token ids of a plan. See `KVCacheManager.plan_tokens`."""
         out = np.zeros(plan.num_tokens, np.int32)
         if (decodes := self._note_decodes(plan)) is not None:
             out[: len(decodes)] = decodes
@@ -383,7 +383,7 @@ class Steps:
         return batch is not None and batch.decode is not None and batch.decode[1].seq_slot is plan.seq_slot
 
     def _sequences_of(self, plan: StepPlan) -> Iterable[tuple[Request, int, int]]:
-        """The request, first token and number of tokens of each sequence.
+        """Returns the request, first token and number of tokens of each sequence.
 
         Raises `RequestError` if one is gone, `PlanError` for a plan of another cache, or for none.
         """

@@ -157,7 +157,8 @@ class StorageTier:
         return hasher.digests[: max(hasher.num_tokens - 1, 0) // hasher.spec.block_tokens]
 
     def plan_fetch(self, digests: list[bytes], blocks: Contains, snapshots: Contains) -> list[StorageMove]:
-        """`plan_reads` of a prompt with these `digests`: for who asks storage first and plans when it has answered.
+        """Does `plan_reads` of a prompt with these `digests`: for who asks storage first and plans when it has
+        answered.
 
         Raises:
             PlanError: they are no list of digests, or an answer is not one per key.

@@ -131,7 +131,7 @@ class TieredCache:
         return self.blocks.shortage(places, self.tree.evictable_on(), freed)
 
     def acquire_blocks(self, places: Sequence[int]) -> list[int]:
-        """Device blocks for these places in requests, all or none. Raises `OutOfBlocksError`."""
+        """Takes device blocks for these places in requests, all or none. Raises `OutOfBlocksError`."""
         if len(places) and self.blocks.shortage(places):
             if error := self.shortage(places):
                 raise error

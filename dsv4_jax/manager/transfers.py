@@ -199,7 +199,7 @@ class TransferQueue:
         return self._progress.ran >= asked * _CALLS
 
     def drain(self) -> Transfers:
-        """The stages of a step: those packed so far, behind those of earlier steps that have not run."""
+        """Returns the stages of a step: those packed so far, behind those of earlier steps that have not run."""
         self._forget_run()
         late = len(self._waiting)
         self._waiting += [

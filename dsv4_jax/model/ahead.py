@@ -27,7 +27,7 @@ def moved(plan: StepPlan, layout: CacheLayout, start: jax.Array, max_tokens: int
     position = jnp.where(plan.token_slot > 0, (start - first)[plan.token_seq] + index, 0)
 
     def listed(offset: jax.Array, stop: jax.Array) -> jax.Array:
-        """[B, ...] tokens at these offsets of each sequence; T beyond `stop`."""
+        """Returns the [B, ...] tokens at these offsets of each sequence; T beyond `stop`."""
         own = first.reshape(-1, *[1] * (offset.ndim - 1)) + offset
         return jnp.where(offset < stop, own, total)
 

@@ -56,7 +56,7 @@ def attention(
     q = handle.queries(of_q["wq_b"].reshape(-1, p["attn_sink"].shape[0], cfg.head_dim), freq)
 
     def compressor(name: str, rotate: bool = False) -> tuple[Values, Values, Epilogue, jax.Array]:
-        """(kv, score, epilogue, position bias)"""
+        """Returns (kv, score, epilogue, position bias) of a compressor."""
         weights = p["indexer"]["compressor"] if name == "indexer.compressor" else p[name]
         epilogue = Epilogue(weights["norm"], freq, cfg.rms_norm_eps, rotate)
         return of_x[f"{name}.wkv"], of_x[f"{name}.wgate"], epilogue, weights["ape"]
@@ -81,7 +81,8 @@ def attention(
 
 
 def output_projection(p: Params, out: jax.Array, cfg: DSV4Config) -> jax.Array:
-    """[T, heads, head_dim] -> [T, hidden]: each group of consecutive heads to `o_lora_rank`, then all to hidden.
+    """Projects [T, heads, head_dim] to [T, hidden]: each group of consecutive heads to `o_lora_rank`, then all to
+    hidden.
 
     Where heads are split over devices, each makes its groups' latents, and all of them the product of all latents: a
     sum of shares of it would depend on the number of devices.

@@ -34,7 +34,7 @@ class Call(NamedTuple):
         scheduled: of each data shard, its requests, in the order of its rows, and how many tokens of each it computes.
         stream: [shards * B] int32: whose keys the rows sample with.
         rows: waits for it; what each row has sampled. Where a prompt goes on it means nothing.
-        tokens: [shards * B, K] int32, on the devices: what each of its decode steps samples; None: it is of another kind.
+        tokens: [shards * B, K] int32, on the devices: what its decode steps sample; None: it is of another kind.
     """
 
     scheduled: list[list[tuple[Request, int]]]
@@ -163,7 +163,7 @@ def _prefill(
     sampling: Sampling,
     implementation: Choice,
 ) -> tuple[jax.Array, KVCache]:
-    """One step, and each row's next token: [B]. `stream` [B] says whose keys, made of `key` [1], the rows sample with."""
+    """One step, and each row's next token: [B]. `stream` [B] says whose keys, made of `key` [1], the rows use."""
     step = plan.unpack()
     logits, cache = prefill(params, cache, step, tokens, implementation=implementation)
     last = step.seq_start + step.seq_count - np.int32(1)

@@ -34,7 +34,7 @@ class CompiledSteps:
             self.rows = NamedSharding(self._mesh, PartitionSpec(_data_axis(self._mesh)))
 
     def compiled(self, step: Callable[..., Any], xla: Mapping[str, Any] | None = None, **options: Any) -> Any:
-        """`step` for here, jitted, the cache donated: the same one for the same options.
+        """Returns `step` for here, jitted, the cache donated: the same one for the same options.
 
         Args:
             step: as of `shard_step`.
@@ -45,7 +45,7 @@ class CompiledSteps:
 
 
 def stacked(plans: Sequence[StepPlan]) -> PackedPlan:
-    """One plan for all data shards."""
+    """Returns one plan for all data shards."""
     return plans[0].pack() if len(plans) == 1 else stack_plans(plans)
 
 

@@ -38,7 +38,7 @@ def draft_step(
     index_qat: bool | None = None,
     implementation: Choice = None,
 ) -> tuple[jax.Array, jax.Array, KVCache]:
-    """One step that drafts, verifies and samples: decodes with drafts and prompt chunks, mixed as the plan says.
+    """Runs a step that drafts, verifies and samples: decodes with drafts and prompt chunks, mixed as the plan says.
 
     For a sequence with d drafts the MTP layer runs d times, first on the residual that the cache has of its last token
     and then on its own, to guess what follows the one token it is given. The backbone takes that token and the drafts
@@ -87,7 +87,7 @@ def draft_loop(
     index_qat: bool | None = None,
     implementation: Choice = None,
 ) -> tuple[jax.Array, jax.Array, KVCache]:
-    """`num_steps` steps of `draft_step` in one executable: each goes on where the one before ended.
+    """Runs `num_steps` steps of `draft_step` in one executable: each goes on where the one before ended.
 
     The plan has reserved the blocks (and table columns) of all steps ahead, `num_steps * (1 + d)` tokens
     (`plan_step(steps=num_steps)`). A sequence with fewer takes no part in steps for which they no longer suffice.
@@ -162,7 +162,8 @@ class _How:
         return sampled, kept, step.finish()
 
     def _guesses(self, cache: KVCache, plan: StepPlan, token: jax.Array) -> tuple[jax.Array, jax.Array | None, KVCache]:
-        """The drafts of each sequence [B, width], the probabilities they had when sampled [B, width, vocab], the cache.
+        """Returns the drafts of each sequence [B, width], the probabilities they had when sampled [B, width, vocab],
+        the cache.
 
         Greedy drafts have no probabilities. The rows that the layer stores for them lie beyond the sequence's tokens,
         where those of the true residuals follow.
@@ -190,7 +191,7 @@ class _How:
 def _begun(
     params: Params, cache: KVCache, plan: StepPlan | PackedPlan, width: int, implementation: Choice
 ) -> tuple[StepPlan, KVCache]:
-    """The plan, and the cache with its copies and table entries made."""
+    """Returns the plan, and the cache with its copies and table entries made."""
     check_mtp(params, cache)
     if not 1 <= width <= cache.layout.draft_tokens:
         raise ShapeError(f"drafts of {width} tokens in a cache whose draft_tokens is {cache.layout.draft_tokens}")

@@ -59,7 +59,7 @@ def forward(
     index_qat: bool | None = None,
     implementation: Choice = None,
 ) -> tuple[jax.Array, KVCache]:
-    """One step: logits of every scheduled token.
+    """Runs a step and returns the logits of every scheduled token.
 
     Args:
         params: as `load_hf` or `init_params` give them.
@@ -192,7 +192,7 @@ def block(
     *,
     index_qat: bool | None = None,
 ) -> tuple[Residual, LayerCacheHandle[KVCache]]:
-    """One layer: attention over the cache, then experts."""
+    """Runs a layer: attention over the cache, then experts."""
     cfg, implementation = handle.layout.cfg, handle.implementation
     x, streams, *back = read(p, "hc_attn", residual, cfg, dtype, implementation)
     y, handle = attention(p["attn"], handle, x, index_qat=index_qat)

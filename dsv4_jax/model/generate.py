@@ -13,7 +13,7 @@ from ..manager import KVCacheManager, Request
 from ..manager.prefix.token_ids import token_ids
 from ..ops.exchange_buffers import Exchange
 from ..ops.registry import Choice
-from ..untrusted import shown
+from ..untrusted import brief
 from .calls import Call, Caller
 from .compiled_steps import CompiledSteps
 from .sampling import GREEDY, Sampling
@@ -65,8 +65,8 @@ def generate(
     it wants cached.
 
     With `drafts` every request that decodes may get 1 + drafts tokens from a step, as many of them as the MTP layer
-    guesses (`draft_step`). Greedy output is what it is without drafts; sampled output has the same distribution, of other
-    random numbers, which `decode_steps` does not change.
+    guesses (`draft_step`). Greedy output is what it is without drafts; sampled output has the same distribution, from
+    other random numbers, which `decode_steps` does not change.
 
     Over a mesh (docs/devices.md) all data shards run one executable a step. A prompt goes to the shard that has most of
     it cached, of those to the one with the fewest requests. What it samples is what it samples on one device.
@@ -117,7 +117,7 @@ def generate(
         each = f", times {1 + drafts} with drafts" if drafts else ""
         raise PlanError(f"chunk_tokens must be at least the number of slots {first.size.num_slots}{each}")
     if not isinstance(sampling, Sampling):
-        raise PlanError(f"sampling must be a Sampling, got {shown(sampling)}")
+        raise PlanError(f"sampling must be a Sampling, got {brief(sampling)}")
     stops = _stops(stop_tokens)
     ids = [token_ids(prompt, first.layout.cfg.vocab_size) for prompt in prompts]
     # The last token sampled is never fed.
@@ -182,8 +182,8 @@ def _stops(tokens: Iterable[int]) -> frozenset[int]:
     try:
         ids = [(as_int(token), token) for token in tokens]
     except TypeError:
-        raise PlanError(f"stop_tokens must be token ids, got {shown(tokens)}") from None
+        raise PlanError(f"stop_tokens must be token ids, got {brief(tokens)}") from None
     for number, token in ids:
         if number is None:
-            raise PlanError(f"stop_tokens must be integers, got {shown(token)}")
+            raise PlanError(f"stop_tokens must be integers, got {brief(token)}")
     return frozenset(number for number, _ in ids if number is not None)

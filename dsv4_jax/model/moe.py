@@ -29,7 +29,8 @@ MAX_TOKENS = 8192  # of a call of `ops.moe`: less than its CUDA kernel takes
 
 
 def moe(p: Params, x: jax.Array, tokens: jax.Array, cfg: DSV4Config) -> tuple[jax.Array, ...]:
-    """[T, hidden] float, [T] token ids -> what the experts add: [T, hidden] float32 of the routed and of the shared.
+    """Returns what the experts add to [T, hidden] float of [T] token ids: [T, hidden] float32 of the routed and of the
+    shared.
 
     Experts that stay as released run on the tokens that chose them (`ops.moe`). Others run on every token, and the
     routing weight, mostly zero, picks: the plainest form with static shapes, and exact.

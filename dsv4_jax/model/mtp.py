@@ -74,7 +74,7 @@ def check_mtp(params: Params, cache: KVCache) -> None:
 def follow(
     params: Params, step: CacheStep[KVCache], residual: Residual, tokens: jax.Array, *, whole: bool = True
 ) -> tuple[Residual, CacheStep[KVCache]]:
-    """The MTP layer on a step's tokens, after the backbone. `whole`: as of `guess`."""
+    """Runs the MTP layer on a step's tokens, after the backbone. `whole`: as of `guess`."""
     before, handle = mtp_layer(step).carry_residual(flat(residual))
     return guess(params, handle, before, tokens, whole=whole)
 
@@ -87,7 +87,7 @@ def guess(
     *,
     whole: bool = True,
 ) -> tuple[Residual, CacheStep[KVCache]]:
-    """The MTP layer: residuals of the tokens before [T, n * hidden], and tokens [T] -> the residual after it.
+    """Runs the MTP layer: residuals of the tokens before [T, n * hidden], and tokens [T] -> the residual after it.
 
     `whole`: the residual is used; else XLA leaves out what only it needs, which kernels that are one call would not let
     it.

@@ -30,7 +30,7 @@ def activations(params: Params) -> jnp.dtype:
 
 
 def linear(x: jax.Array, weight: Matrix) -> jax.Array:
-    """x @ weight.T: [T, in] float32, [out, in] of any float dtype or fp8 as released -> [T, out] float32."""
+    """Multiplies x @ weight.T: [T, in] float32, [out, in] of any float dtype or fp8 as released -> [T, out] float32."""
     if isinstance(weight, Quantised):
         return product(x, weight)
     if weight.dtype == jnp.bfloat16:
@@ -41,7 +41,7 @@ def linear(x: jax.Array, weight: Matrix) -> jax.Array:
 def product(
     x: jax.Array, weight: Quantised, *, groups: int = 1, dtype: jax.typing.DTypeLike = jnp.float32
 ) -> jax.Array:
-    """`ops.dense_fp8` of any number of rows: [T, groups * in] -> [T, out] of `dtype`.
+    """Does `ops.dense_fp8` for any number of rows: [T, groups * in] -> [T, out] of `dtype`.
 
     Where the CUDA kernels run a row's bits depend on no other row: in a prefill they are those of a decode step,
     whatever is scheduled beside it. What that costs against a cuBLAS product is in docs/kernels.md.

@@ -12,7 +12,7 @@ from jax import lax
 
 from ..checks import as_int
 from ..errors import RequestError
-from ..untrusted import shown
+from ..untrusted import brief
 
 __all__ = ["GREEDY", "Sampling", "distribution", "keys_of", "sample", "sampling_keys", "seed_key"]
 
@@ -39,9 +39,9 @@ class Sampling:
         warm = self.temperature
         for name, value in (("temperature", warm), ("top_p", self.top_p)):
             if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-                raise RequestError(f"{name} must be a number, got {shown(value)}")
+                raise RequestError(f"{name} must be a number, got {brief(value)}")
         if as_int(self.top_k) is None:
-            raise RequestError(f"top_k must be an integer, got {shown(self.top_k)}")
+            raise RequestError(f"top_k must be an integer, got {brief(self.top_k)}")
         if not (math.isfinite(warm) and (warm == 0 or 1e-30 <= warm <= 1e30)):
             raise RequestError(f"temperature must be finite and at least 0 (1e-30 to 1e30, or 0), got {warm}")
         if self.top_k < 0:
@@ -56,7 +56,7 @@ GREEDY = Sampling()
 def sample(
     logits: jax.Array, sampling: Sampling = GREEDY, keys: jax.Array | None = None, position: jax.Array | None = None
 ) -> jax.Array:
-    """[B, vocab] float32 -> [B] int32.
+    """Samples [B] int32 from logits [B, vocab] float32.
 
     Args:
         keys: [B] random keys, one per row; not needed when greedy.
@@ -78,7 +78,8 @@ def sample(
 
 
 def distribution(logits: jax.Array, sampling: Sampling) -> jax.Array:
-    """[..., vocab] logits -> the probabilities by which `sample` chooses at a temperature above 0, float32 as well."""
+    """Returns the probabilities of [..., vocab] logits by which `sample` chooses at a temperature above 0, float32 as
+    well."""
     if not sampling.top_k and sampling.top_p == 1:
         return jax.nn.softmax(logits / np.float32(sampling.temperature), -1)
     top, ids = _kept(logits, sampling)
@@ -86,21 +87,22 @@ def distribution(logits: jax.Array, sampling: Sampling) -> jax.Array:
 
 
 def seed_key(seed: int) -> jax.Array:
-    """The random key of a seed of 64 bits: jax takes 32 of them, or all with `jax_enable_x64`."""
+    """Returns the random key of a seed of 64 bits: jax takes 32 of them, or all with `jax_enable_x64`."""
     low, high = (np.uint32(seed >> shift & 0xFFFFFFFF) for shift in (0, 32))
     key = jax.random.key(low)
     return jax.random.fold_in(key, high) if high else key
 
 
 def keys_of(key: jax.Array, stream: jax.Array) -> jax.Array:
-    """A key for each stream: [B] int32 -> [B] keys."""
+    """Returns a key for each stream of [B] int32."""
     return jax.vmap(jax.random.fold_in, (None, 0))(key, stream)
 
 
 def sampling_keys(
     keys: jax.Array | None, position: jax.Array, sampling: Sampling
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Keys [B] of three independent samples at a position: of a draft, of its acceptance, and of what replaces it.
+    """Returns the keys [B] of three independent samples at a position: of a draft, of its acceptance, and of what
+    replaces it.
 
     Args:
         keys: [B] random keys.

@@ -30,7 +30,7 @@ __all__ = ["attention_uncached", "chosen_uncached", "forward_uncached", "mtp_unc
 
 @functools.partial(jax.jit, static_argnums=0)
 def forward_uncached(cfg: DSV4Config, params: Params, tokens: jax.Array) -> jax.Array:
-    """Logits [T, vocab] float32 of one sequence, [T] int32. Memory grows with T squared.
+    """Returns logits [T, vocab] float32 of one sequence, [T] int32. Memory grows with T squared.
 
     Raises `ShapeError` if the tokens are no array of integers.
     """
@@ -39,7 +39,8 @@ def forward_uncached(cfg: DSV4Config, params: Params, tokens: jax.Array) -> jax.
 
 @functools.partial(jax.jit, static_argnums=0)
 def mtp_uncached(cfg: DSV4Config, params: Params, tokens: jax.Array) -> jax.Array:
-    """The MTP layer's logits [T - 1, vocab] float32: row t, of the residual of token t and of token t + 1, about t + 2.
+    """Runs the MTP layer's logits [T - 1, vocab] float32: row t, of the residual of token t and of token t + 1,
+    about t + 2.
 
     The layer as the papers number its places: row t is at position t (DeepSeek-V3, arXiv 2412.19437, section 2.2;
     DeepSeek-V4, arXiv 2606.19348, section 2.1; `MTPBlock` of the released code). Memory grows with T squared.
@@ -79,7 +80,7 @@ def _layer(
 def attention_uncached(
     p: Params, x: jax.Array, attn: AttentionType, cfg: DSV4Config, *, chosen: jax.Array | None = None
 ) -> jax.Array:
-    """One attention layer over one sequence: [T, hidden] -> [T, hidden].
+    """Runs an attention layer over one sequence: [T, hidden] -> [T, hidden].
 
     Args:
         p: the layer's "attn" parameters.
@@ -128,7 +129,7 @@ def _compress(p: Params, x: jax.Array, freq: np.ndarray, eps: float) -> jax.Arra
 
 
 def chosen_uncached(p: Params, x: jax.Array, cfg: DSV4Config) -> jax.Array:
-    """Which entries each token's indexer picks in a CSA layer, [T, T // ratio] bool.
+    """Returns which entries each token's indexer picks in a CSA layer, [T, T // ratio] bool.
 
     Args:
         p: the layer's "attn" parameters.

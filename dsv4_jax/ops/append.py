@@ -136,7 +136,7 @@ def _checked(
 
 
 def reference(arguments: AppendArguments) -> Rows:
-    """`append`, and without a pool `encode`, in `jnp`."""
+    """Computes `append`, and without a pool `encode`, in `jnp`."""
     values, fmt = dense(arguments.values), arguments.fmt
     if arguments.epilogue is not None:
         assert arguments.position is not None
@@ -183,7 +183,7 @@ def exists(unit: jax.Array, units: int) -> jax.Array:
 
 
 def ring_row(ordinal: int, slots: int, ring: int, slot: jax.Array, position: jax.Array) -> jax.Array:
-    """Row of a position in a slot's ring."""
+    """Returns the row of a position in a slot's ring."""
     return (np.int32(ordinal * slots) + slot) * np.int32(ring) + position % np.int32(ring)
 
 

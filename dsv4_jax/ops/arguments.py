@@ -36,15 +36,15 @@ class Check:
     sizes: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def array(self, name: str, x: T, dtype: str, *axes: int | str) -> T:
-        """`x`, an array or `Columns` of this type ("float": any floating-point one) and of these axes."""
+        """Checks that `x` is an array or `Columns` of this type ("float": any floating-point one) and of these axes."""
         return self._array(name, x, dtype, axes)
 
     def any_shape(self, name: str, x: T, dtype: str) -> T:
-        """`x`, an array of this type with any axes."""
+        """Checks that `x` is an array of this type with any axes."""
         return self._array(name, x, dtype, None)
 
     def parts(self, name: str, parts: tuple[T, ...], fmt: RowFormat) -> tuple[T, ...]:
-        """`parts`, the stored rows of a format: one array [rows, width] for each of its parts."""
+        """Checks that `parts` are the stored rows of a format: one array [rows, width] for each of its parts."""
         widths = ", ".join(f"{part.name} {part.dtype} [rows, {part.width}]" for part in fmt.parts)
         if not isinstance(parts, tuple | list) or len(parts) != len(fmt.parts):
             given = f"{len(parts)} parts" if isinstance(parts, tuple | list) else _spelled(parts)

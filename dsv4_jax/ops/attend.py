@@ -159,7 +159,7 @@ def attend(
 
 
 def finish_output(out: jax.Array, inverse_rope: tuple[jax.Array, jax.Array] | None, dtype: DTypeLike) -> jax.Array:
-    """The last steps of `attend` on its float32 output."""
+    """Returns the last steps of `attend` on its float32 output."""
     if inverse_rope is not None:
         position, inv_freq = inverse_rope
         out = rope(out, jnp.asarray(position)[:, None], jnp.asarray(inv_freq), inverse=True)
@@ -167,7 +167,7 @@ def finish_output(out: jax.Array, inverse_rope: tuple[jax.Array, jax.Array] | No
 
 
 def reference(arguments: AttendArguments) -> tuple[jax.Array, jax.Array]:
-    """`attend` in `jnp`, float32 throughout."""
+    """Computes `attend` in `jnp`, float32 throughout."""
     fmt, sink, scale = arguments.fmt, arguments.sink, arguments.scale
     window, entries = arguments.window, arguments.entries
     decode = codec(fmt).decode

@@ -15,7 +15,7 @@ MAX_BATCH = 16  # tokens at a time: `attend` decodes the rows of each, 1.3 MB at
 
 
 def in_batches(one: Callable[..., Any], *operands: jax.Array) -> Any:
-    """`one` of the rows of the operands, as `jax.vmap`, at most `MAX_BATCH` at a time.
+    """Maps `one` over the rows of the operands, as `jax.vmap`, at most `MAX_BATCH` at a time.
 
     All batches have the same size, so that `one` is compiled once: `lax.map` with a batch size compiles it again for
     what is left over. They are of about one size, so that less than a row for each is computed in vain.

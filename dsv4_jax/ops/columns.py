@@ -46,7 +46,7 @@ class Columns:
         return dataclasses.replace(self, tail=tuple(shape[1:]))
 
     def cut(self) -> jax.Array:
-        """The columns as an array [T, *tail]."""
+        """Returns the columns as an array [T, *tail]."""
         stop = self.start + math.prod(self.tail)
         return jax.lax.slice_in_dim(self.matrix, self.start, stop, axis=1).reshape(self.shape)
 
@@ -89,7 +89,7 @@ class Product:
         return dataclasses.replace(self, tail=tuple(shape[1:]))
 
     def cut(self) -> jax.Array:
-        """The product as an array [T, *tail] float32."""
+        """Returns the product as an array [T, *tail] float32."""
         return jnp.einsum("ti,oi->to", self.x, self.weights, preferred_element_type=jnp.float32).reshape(self.shape)
 
 

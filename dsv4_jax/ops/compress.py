@@ -102,7 +102,7 @@ class CompressorInputs:
     ape: jax.Array | None = None
 
     def resolved(self, plan: StepPlan) -> CompressorInputs:
-        """The same with kv and score as arrays and the position bias added."""
+        """Returns the same with kv and score as arrays and the position bias added."""
         score = dense(self.score)
         if self.ape is not None:
             score = score + self.ape[jnp.asarray(plan.token_position) % np.int32(self.ape.shape[0])]
@@ -215,7 +215,7 @@ def _checked_inputs(op: str, name: str, inputs: CompressorInputs, kind: Kind, pl
 
 
 def reference(arguments: CompressArguments) -> list[Compressed]:
-    """`compress_csa` and `compress_hca` in `jnp`."""
+    """Computes `compress_csa` and `compress_hca` in `jnp`."""
     if arguments.empty:
         return [(compressor.state, compressor.pool) for compressor in arguments.compressors]
     one = {"csa": _compress_csa, "online": _compress_hca_online, "raw": _compress_hca_raw}[arguments.kind]
@@ -293,7 +293,7 @@ def _compress_hca_online(inputs: CompressorInputs, plan: StepPlan, table: jax.Ar
 def online_update(
     triple: tuple[jax.Array, jax.Array, jax.Array], kv: jax.Array, score: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One row into an online softmax pool: (max, sum, acc), each [..., e] (docs/model.md, State)."""
+    """Adds a row to an online softmax pool: (max, sum, acc), each [..., e] (docs/model.md, State)."""
     peak, total, acc = triple
     new_peak = jnp.maximum(peak, score)
     decay, weight = exp(peak - new_peak), exp(score - new_peak)
@@ -301,7 +301,7 @@ def online_update(
 
 
 def last_of_group(plan: StepPlan) -> jax.Array:
-    """The last fed token of every group, [G] (T for an empty group)."""
+    """Returns the last fed token of every group, [G] (T for an empty group)."""
     tokens = np.int32(plan.num_tokens)
     fed = plan.group_tokens < tokens
     last = jnp.where(fed, plan.group_tokens, np.int32(-1)).max(1)
@@ -309,7 +309,8 @@ def last_of_group(plan: StepPlan) -> jax.Array:
 
 
 def state_before(inputs: CompressorInputs, plan: StepPlan, depth: int) -> tuple[jax.Array, jax.Array]:
-    """The state rows of the `depth` positions before each row of the step, [B * depth, width], and the state."""
+    """Returns the state rows of the `depth` positions before each row of the step, [B * depth, width], and the
+    state."""
     geometry = inputs.geometry
     start = jnp.asarray(plan.seq_start)[:, None]
     before = jnp.maximum(start - np.int32(depth) + jnp.arange(depth, dtype=jnp.int32)[None], 0)
@@ -322,7 +323,7 @@ def state_before(inputs: CompressorInputs, plan: StepPlan, depth: int) -> tuple[
 def _rows_behind(
     inputs: CompressorInputs, plan: StepPlan, tokens: jax.Array, depth: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The [kv | score] rows of the `depth` positions up to each token, from this step or from the ring.
+    """Returns the [kv | score] rows of the `depth` positions up to each token, from this step or from the ring.
 
     Returns (rows [N, depth, width], real [N, depth], state): the state with this step's rows written.
     """

@@ -37,7 +37,7 @@ def dense_bf16(
     dtype: jnp.dtype = jnp.float32,
     implementation: Choice = None,
 ) -> jax.Array:
-    """x @ weights.T with float32 sums: [T, N] of `dtype`.
+    """Multiplies x @ weights.T with float32 sums: [T, N] of `dtype`.
 
     With g groups the weights are g matrices [N / g, K] one after the other, and each multiplies its own K of x's g * K
     columns: what V4's `wo_a` does to its groups of heads.
@@ -67,7 +67,7 @@ def dense_bf16(
 
 
 def reference(arguments: DenseBf16Arguments) -> jax.Array:
-    """`dense_bf16` in `jnp`."""
+    """Computes `dense_bf16` in `jnp`."""
     weights, groups, dtype = arguments.weights, arguments.groups, arguments.dtype
     x = pad_rows(arguments.x.astype(jnp.bfloat16), weights.dtype)
     if groups == 1:

@@ -53,7 +53,7 @@ def dense_fp8(
     whole_rows: int | None = None,
     implementation: Choice = None,
 ) -> jax.Array:
-    """x @ weights.T with float32 sums: [T, N] of `dtype`.
+    """Multiplies x @ weights.T with float32 sums: [T, N] of `dtype`.
 
     With g groups the weights are g matrices [N / g, K] one after the other, and each multiplies its own K of x's g * K
     columns: what V4's `wo_a` does to its groups of heads.
@@ -91,7 +91,7 @@ def dense_fp8(
 
 
 def reference(arguments: DenseFp8Arguments) -> jax.Array:
-    """`dense_fp8` in `jnp`: the weights dequantised, then a product of bf16."""
+    """Computes `dense_fp8` in `jnp`: the weights dequantised, then a product of bf16."""
     groups, columns, rows = arguments.groups, arguments.columns, arguments.x.shape[0]
     weights = fp8.decode(*fp8.unpack(arguments.codes, arguments.scales))
     weights = weights.reshape(groups, arguments.weight_rows // groups, columns)

@@ -42,7 +42,7 @@ def entry_rows(
     blocks: int,
     implementation: Choice = None,
 ) -> jax.Array:
-    """Rows [T, K] int32 of logical entries: base + block * per_block + entry % per_block.
+    """Returns rows [T, K] int32 of logical entries: base + block * per_block + entry % per_block.
 
     The block is table[slots[t], entry // per_block].
 
@@ -70,7 +70,7 @@ def entry_rows(
 
 
 def reference(arguments: EntryRowsArguments) -> jax.Array:
-    """`entry_rows` in `jnp`."""
+    """Computes `entry_rows` in `jnp`."""
     per_block, (slots, columns) = np.int32(arguments.per_block), arguments.table.shape
     entries, zero = lax.max(arguments.entries, np.int32(0)), np.int32(0)
     column = lax.min(entries // per_block, np.int32(columns - 1))

@@ -34,7 +34,7 @@ class Epilogue:
     hadamard: bool = False
 
     def __call__(self, rows: jax.Array, position: jax.Array) -> jax.Array:
-        """[N, e] float32 raw rows at `position` [N] int32 -> [N, e] float32."""
+        """Finishes raw rows [N, e] float32 at `position` [N] int32: [N, e] float32."""
         row = rope(rms_norm(rows, self.norm, self.eps), position, self.inv_freq)
         return hadamard(row) if self.hadamard else row
 

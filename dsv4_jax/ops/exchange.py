@@ -126,7 +126,8 @@ def all_gather(
 def sum_to_owner(
     x: jax.Array, axes: Axes, *, peers: Peers | None = None, channel: int = 0, implementation: Choice = None
 ) -> jax.Array:
-    """The sum over the n devices along the axes, each device its own part of the rows. Otherwise as `all_gather`.
+    """Returns the sum over the n devices along the axes, each device its own part of the rows. Otherwise as
+    `all_gather`.
 
     Args:
         x: [n * T, ...] float32, partial sums: rows r * T to r * T + T - 1 are those of device r.
@@ -148,7 +149,7 @@ def sum_to_owner(
 def sum_to_all(
     x: jax.Array, axes: Axes, *, peers: Peers | None = None, channel: int = 0, implementation: Choice = None
 ) -> jax.Array:
-    """The sum over the n devices along the axes, the whole of it on each. Otherwise as `all_gather`.
+    """Returns the sum over the n devices along the axes, the whole of it on each. Otherwise as `all_gather`.
 
     Args:
         x: [T, ...] float32, partial sums.
@@ -164,7 +165,7 @@ def sum_to_all(
 
 
 def reference(arguments: ExchangeArguments) -> tuple[jax.Array, ...]:
-    """The op with XLA's collectives, sums in `jnp`."""
+    """Returns the op with XLA's collectives, sums in `jnp`."""
     axes = arguments.axes
     if not axes:
         return arguments.arrays
@@ -188,7 +189,7 @@ def _of_bytes(x: jax.Array) -> bool:
 
 
 def _gather_rows(arrays: tuple[jax.Array, ...], axes: tuple[str, ...]) -> tuple[jax.Array, ...]:
-    """Several arrays in one collective: what they have in memory, side by side."""
+    """Gathers several arrays in one collective: what they have in memory, side by side."""
     words = [lax.bitcast_convert_type(x, jnp.uint8).reshape(-1) for x in arrays]
     gathered = lax.all_gather(jnp.concatenate(words), axes)
     ends, out = np.cumsum([x.size for x in words]).tolist(), []
@@ -200,7 +201,8 @@ def _gather_rows(arrays: tuple[jax.Array, ...], axes: tuple[str, ...]) -> tuple[
 
 
 def sum_in_pairs(terms: Sequence[jax.Array]) -> jax.Array:
-    """The sum in this module's order: neighbours, then neighbours of these, and so on; an odd one waits its turn."""
+    """Returns the sum in this module's order: neighbours, then neighbours of these, and so on; an odd one waits its
+    turn."""
     terms = list(terms)
     while len(terms) > 1:
         pairs = [a + b for a, b in zip(terms[::2], terms[1::2], strict=False)]

@@ -160,7 +160,7 @@ def open_exchanges(mesh: Mesh | None, *, slot_bytes: int = 8 << 20) -> Iterator[
 
 
 def _groups(mesh: Mesh, axes: tuple[str, ...]) -> np.ndarray:
-    """The devices as [groups, ranks], ranks in the order of `lax.axis_index(axes)`."""
+    """Returns the devices as [groups, ranks], ranks in the order of `lax.axis_index(axes)`."""
     if missing := [axis for axis in axes if axis not in mesh.shape]:
         raise ExchangeError(f"the mesh has no axis {missing[0]!r}, it has {', '.join(map(repr, mesh.axis_names))}")
     ranks = math.prod(mesh.shape[axis] for axis in axes)

@@ -52,7 +52,7 @@ def gather_rows(
 
 
 def reference(arguments: GatherArguments) -> jax.Array:
-    """`gather_rows` in `jnp`."""
+    """Computes `gather_rows` in `jnp`."""
     fmt = arguments.fmt
     return codec(fmt).decode(fmt, load(arguments.pool, arguments.row_ids), arguments.dtype)
 

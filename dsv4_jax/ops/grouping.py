@@ -157,7 +157,7 @@ def _whole(v: Any, places: dict[Any, tuple[Any, int]]) -> Any:
 
 
 def groups_of(program: Program) -> list[Group]:
-    """The groups: first those of one node in order of the program, as all are."""
+    """Returns the groups: first those of one node in order of the program, as all are."""
     calls = {i for i, node in enumerate(program.nodes) if node.call}
     while True:
         group = _grouped(program.nodes, calls)

@@ -177,7 +177,7 @@ def _checked(
 
 
 def reference(arguments: HyperConnectionArguments):
-    """`hyper_connection`, or `hyper_head`, in `jnp`."""
+    """Computes `hyper_connection`, or `hyper_head`, in `jnp`."""
     streams, hc_eps = arguments.streams, np.float32(arguments.hc_eps)
     tokens, n, width = streams.shape
     if arguments.written is not None:
@@ -205,14 +205,15 @@ _EXACT = lax.Precision.HIGHEST  # GPUs would otherwise round float32 factors to 
 
 
 def widened(streams: jax.Array, written: Written) -> jax.Array:
-    """The streams with a block's output: X'[k] = post[k] * y + sum_j comb[j, k] * X[j]. [T, n, D] float32"""
+    """Returns the streams with a block's output: X'[k] = post[k] * y + sum_j comb[j, k] * X[j]. [T, n, D] float32"""
     y = sum(written.outputs[1:], written.outputs[0])
     mixed = jnp.einsum("tjk,tjd->tkd", written.comb, streams, precision=_EXACT)
     return written.post[..., None] * y[:, None] + mixed
 
 
 def sinkhorn(logits: jax.Array, iterations: int, eps: np.float32) -> jax.Array:
-    """A nearly doubly stochastic [T, n, n]: softmax over rows, columns normalised, then rows and columns in turn."""
+    """Returns a nearly doubly stochastic [T, n, n]: softmax over rows, columns normalised, then rows and columns in
+    turn."""
 
     def normalised(comb: jax.Array, axis: int) -> jax.Array:
         return comb / (comb.sum(axis, keepdims=True) + eps)

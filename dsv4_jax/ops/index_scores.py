@@ -51,7 +51,7 @@ def index_scores(
     scale: float = 1.0,
     implementation: Choice = None,
 ) -> jax.Array:
-    """I[t, s] = sum_h w[t, h] * relu(q[t, h] . K[s]) for the entries s < count[t] (docs/model.md, Index).
+    """Scores I[t, s] = sum_h w[t, h] * relu(q[t, h] . K[s]) for the entries s < count[t] (docs/model.md, Index).
 
     Args:
         pool: index-key leaves, [rows, width].
@@ -82,7 +82,7 @@ def index_scores(
 
 
 def reference(arguments: IndexScoresArguments) -> jax.Array:
-    """`index_scores` in `jnp`, float32 throughout."""
+    """Computes `index_scores` in `jnp`, float32 throughout."""
     pool, fmt, base = arguments.pool, arguments.fmt, arguments.base
     rows_per_block = arguments.rows_per_block
     # Here, not of the rows: an id times the rows of a block may leave int32.
@@ -104,7 +104,7 @@ def reference(arguments: IndexScoresArguments) -> jax.Array:
 
 
 def scaled(weights: Values, scale: float) -> jax.Array:
-    """The weights as a float32 array, times `scale`."""
+    """Returns the weights as a float32 array, times `scale`."""
     weights = dense(weights).astype(jnp.float32)
     return weights if scale == 1 else weights * np.float32(scale)
 

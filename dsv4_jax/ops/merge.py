@@ -42,7 +42,7 @@ class Partial(NamedTuple):
         return cls(out, lse, (lse != _NO_KEY).astype(jnp.float32))
 
     def __add__(self, other: Partial) -> Partial:  # type: ignore[override]
-        """Over the keys of both."""
+        """Merges two results: that over the keys of both."""
         top = jnp.maximum(self.top, other.top)
         mine, others = _weight(self.top, top), _weight(other.top, top)
         out = rounded(self.out * mine[..., None]) + rounded(other.out * others[..., None])
@@ -50,7 +50,7 @@ class Partial(NamedTuple):
 
 
 def in_halves(parts: Sequence[Partial]) -> Partial:
-    """The sum of 2^k parts: of each in the first half with its like in the second, then of those, and so on.
+    """Returns the sum of 2^k parts: of each in the first half with its like in the second, then of those, and so on.
 
     So parts 0, n, 2n, ... of them, summed this way, then those of 1, n + 1, ... and so on, have the sum of all.
     """
@@ -72,7 +72,7 @@ def with_sink(partial: Partial, sink: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def merge_candidates(scores: jax.Array, entries: jax.Array, *, k: int) -> jax.Array:
-    """The k best of entries that ranks propose: by score, highest first; ties go to the lowest entry.
+    """Returns the k best of entries that ranks propose: by score, highest first; ties go to the lowest entry.
 
     So if every rank proposes its own k best in that order (all it has, if these are fewer), these are the k best of all
     entries, in the order of `ops.top_k`.

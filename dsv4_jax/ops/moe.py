@@ -120,7 +120,8 @@ def moe(
 
 
 def reference(arguments: MoeArguments) -> jax.Array:
-    """`moe` in `jnp`: every expert that is here, dequantised, on every token; those that chose it keep the result."""
+    """Computes `moe` in `jnp`: every expert that is here, dequantised, on every token; those that chose it keep the
+    result."""
     x, chosen = arguments.x.astype(jnp.bfloat16), arguments.chosen
     share = arguments.share.astype(jnp.float32)
 

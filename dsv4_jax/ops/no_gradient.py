@@ -22,7 +22,7 @@ _same = Primitive(NAME)
 
 
 def without_gradient(values: T) -> T:
-    """The same pytree: what is differentiated with respect to its floats raises `StepError`.
+    """Returns the same pytree: what is differentiated with respect to its floats raises `StepError`.
 
     Compiled steps know nothing of it, and values that are constant to who differentiates may pass.
     """

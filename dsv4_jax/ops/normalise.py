@@ -53,7 +53,7 @@ def normalise(
 
 
 def reference(arguments: NormaliseArguments) -> jax.Array:
-    """`normalise` in `jnp`."""
+    """Computes `normalise` in `jnp`."""
     x = unit_rms(dense(arguments.values).astype(jnp.float32), arguments.eps)
     return (x * arguments.weight[None]).astype(arguments.dtype)
 

@@ -39,7 +39,7 @@ MIN_ROWS = 8
 
 
 def rounded(product: jax.Array) -> jax.Array:
-    """The product, rounded to float32 before anyone adds to it.
+    """Returns the product, rounded to float32 before anyone adds to it.
 
     The select hides the multiplication from the fused-multiply-add contraction; it is an identity
     on values (any NaN becomes the default NaN).
@@ -48,7 +48,7 @@ def rounded(product: jax.Array) -> jax.Array:
 
 
 def tree_sum(x: jax.Array, axis: int = -1) -> jax.Array:
-    """Sum over an axis as a fixed binary tree: first half plus second half, repeatedly.
+    """Sums over an axis as a fixed binary tree: first half plus second half, repeatedly.
 
     The axis is padded with zeros to a power of two. The axis is kept with size 1.
     """
@@ -116,7 +116,7 @@ def rope(x: jax.Array, position: jax.Array, inv_freq: jax.Array, *, inverse: boo
 
 
 def rope_tables(position: jax.Array, inv_freq: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of position * inv_freq: [...], [n] -> two of [..., n] float32.
+    """Returns cosine and sine of position * inv_freq: [...], [n] -> two of [..., n] float32.
 
     What all layers of a kind ask for is the same: in a step XLA computes it once, for kernels to read.
     """
@@ -126,7 +126,7 @@ def rope_tables(position: jax.Array, inv_freq: jax.Array) -> tuple[jax.Array, ja
 
 
 def hadamard(x: jax.Array) -> jax.Array:
-    """x @ H_n / sqrt(n) over the last axis (n a power of two), as log2(n) butterfly stages."""
+    """Multiplies x @ H_n / sqrt(n) over the last axis (n a power of two), as log2(n) butterfly stages."""
     n = x.shape[-1]
     lead = x.shape[:-1]
     half = 1
@@ -139,7 +139,7 @@ def hadamard(x: jax.Array) -> jax.Array:
 
 
 def inv_frequencies(rope_dim: int, theta: float, yarn: YarnScaling | None = None) -> np.ndarray:
-    """RoPE frequencies theta^(-2i / rope_dim), scaled by YaRN if given (docs/model.md, RoPE).
+    """Returns the RoPE frequencies theta^(-2i / rope_dim), scaled by YaRN if given (docs/model.md, RoPE).
 
     YaRN divides slow pairs by `factor`, keeps fast pairs, and is linear in between.
 
@@ -155,7 +155,8 @@ def inv_frequencies(rope_dim: int, theta: float, yarn: YarnScaling | None = None
 
 
 def rope_frequencies(cfg: DSV4Config, attn: AttentionType) -> np.ndarray:
-    """RoPE frequencies of all of a layer's rows and queries: what `Epilogue`, `queries` and `attend` of it take.
+    """Returns the RoPE frequencies of all of a layer's rows and queries: what `Epilogue`, `queries` and `attend` of it
+    take.
 
     The plain RoPE for SWA layers, the one that YaRN scales for CSA and HCA layers: their window rows, queries and
     index keys too (docs/model.md, RoPE).
@@ -172,5 +173,5 @@ def rope_frequencies(cfg: DSV4Config, attn: AttentionType) -> np.ndarray:
 
 
 def clamped_swiglu(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
-    """silu(min(gate, limit)) * clip(up, -limit, limit)."""
+    """Computes silu(min(gate, limit)) * clip(up, -limit, limit)."""
     return jax.nn.silu(jnp.minimum(gate, np.float32(limit))) * jnp.clip(up, -np.float32(limit), np.float32(limit))

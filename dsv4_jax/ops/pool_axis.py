@@ -38,14 +38,14 @@ class PoolAxis:
         return jnp.int32(0) if self.name is None else lax.axis_index(self.name)
 
     def own_blocks(self, blocks: jax.Array) -> jax.Array:
-        """Ids of all ranks' blocks, int32 of any shape -> this rank's ids; 0 for other ranks' blocks."""
+        """Turns ids of all ranks' blocks, int32 of any shape, into this rank's ids; 0 for other ranks' blocks."""
         if self.size == 1:
             return blocks
         before, ranks = jnp.asarray(blocks) - np.int32(1), np.int32(self.size)
         return jnp.where((before >= 0) & (before % ranks == self.rank), before // ranks + np.int32(1), 0)
 
     def own_columns(self, table: jax.Array) -> jax.Array:
-        """[T, X] ids of a block table's columns -> [T, ceil(X / n)]: this rank's ids of the columns it owns."""
+        """Turns [T, X] ids of a block table's columns into [T, ceil(X / n)]: this rank's ids of the columns it owns."""
         if self.size == 1:
             return table
         columns = -(-table.shape[1] // self.size)
@@ -58,7 +58,7 @@ class PoolAxis:
         return visible if self.size == 1 else visible_of(visible, per_block, self.rank, self.size)
 
     def entries_of_all(self, own: jax.Array, per_block: int) -> jax.Array:
-        """This rank's entries, counted through the blocks it owns -> their numbers in the request."""
+        """Returns the numbers in the request of this rank's entries, which are counted through the blocks it owns."""
         return own if self.size == 1 else _entries_of(own, per_block, self.rank, self.size)
 
 

@@ -43,7 +43,7 @@ def finish_queries(
     round_fp4: bool = False,
     implementation: Choice = None,
 ) -> jax.Array:
-    """RMSNorm per head (no weight) and RoPE; for the indexer also Hadamard and FP4 rounding.
+    """Does RMSNorm per head (no weight) and RoPE; for the indexer also Hadamard and FP4 rounding.
 
     (docs/model.md, Projections and Index.)
 
@@ -77,7 +77,7 @@ def finish_queries(
 
 
 def reference(arguments: QueriesArguments) -> jax.Array:
-    """`finish_queries` in `jnp`, float32 throughout."""
+    """Computes `finish_queries` in `jnp`, float32 throughout."""
     queries, eps = dense(arguments.queries).astype(jnp.float32), arguments.eps
     if eps is not None:
         queries = unit_rms(queries, eps)

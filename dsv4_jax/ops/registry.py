@@ -143,7 +143,7 @@ OPS: dict[str, Op] = {
 
 @functools.cache
 def find(op: str, name: Name) -> Implementation:
-    """The declared implementation; imports its module.
+    """Returns the declared implementation; imports its module.
 
     Raises:
         ImplementationError: there is no such name, or this op has no implementation of that name.
@@ -215,7 +215,7 @@ def _jitted(reference: Implementation, record: type) -> Any:
 
 
 def frozen(choice: Choice) -> Name | tuple[tuple[str, Name], ...] | None:
-    """The choice as something hashable: a static argument of a jitted function.
+    """Returns the choice as something hashable: a static argument of a jitted function.
 
     Raises:
         ImplementationError: it names an op or an implementation that does not exist.

@@ -77,7 +77,7 @@ def route(
 
 
 def reference(arguments: RouteArguments) -> tuple[jax.Array, jax.Array]:
-    """`route` in `jnp`."""
+    """Computes `route` in `jnp`."""
     scores, chosen = jnp.sqrt(jax.nn.softplus(arguments.logits)), arguments.chosen
     if chosen is None:
         assert arguments.bias is not None

@@ -85,7 +85,7 @@ class _Attributes(dict[str, Any]):
 
 
 def _evaluate(closed: Any, args: list[Any], targets: frozenset[str], early: frozenset[str], platform: str) -> list[Any]:
-    """The results of a jaxpr, evaluated with its calls joined."""
+    """Returns the results of a jaxpr, evaluated with its calls joined."""
     jaxpr = closed.jaxpr
     values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *args), strict=True))
     program = read_program(jaxpr, targets)

@@ -35,7 +35,7 @@ class SwigluArguments:
 def swiglu(
     gate: Values, up: Values, *, limit: float, dtype: jnp.dtype = jnp.float32, implementation: Choice = None
 ) -> jax.Array:
-    """silu(min(gate, limit)) * clip(up, -limit, limit), in float32: [T, n] of `dtype`.
+    """Computes silu(min(gate, limit)) * clip(up, -limit, limit), in float32: [T, n] of `dtype`.
 
     Args:
         gate, up: [T, n] float, arrays or `Columns`.
@@ -56,7 +56,7 @@ def swiglu(
 
 
 def reference(arguments: SwigluArguments) -> jax.Array:
-    """`swiglu` in `jnp`."""
+    """Computes `swiglu` in `jnp`."""
     gate, up = (dense(values).astype(jnp.float32) for values in (arguments.gate, arguments.up))
     return clamped_swiglu(gate, up, arguments.limit).astype(arguments.dtype)
 

@@ -58,7 +58,7 @@ def top_k(scores: jax.Array, count: jax.Array, *, k: int, implementation: Choice
 
 
 def reference(arguments: TopKArguments) -> tuple[jax.Array, jax.Array]:
-    """`top_k` in `jnp`."""
+    """Computes `top_k` in `jnp`."""
     scores, count, k = arguments.scores, arguments.count, arguments.k
     exists = jnp.arange(scores.shape[-1], dtype=jnp.int32)[None] < count[:, None]
     ranked = jnp.where(exists & ~jnp.isnan(scores), scores, -np.float32(np.inf))

@@ -288,7 +288,7 @@ def _load_keys(nope, rope, scale, rows, visible):
 
 
 def _grid(rows, columns):
-    """Index arrays of the outer product of two 1-D index arrays."""
+    """Returns index arrays of the outer product of two 1-D index arrays."""
     shape = (rows.shape[0], columns.shape[0])
     return jnp.broadcast_to(rows[:, None], shape), jnp.broadcast_to(columns[None, :], shape)
 

@@ -254,7 +254,7 @@ def _softmax_pool(read: Callable[[Any], Pair], depth: int, math: Arithmetic) -> 
         peak = lax.fori_loop(0, depth, lambda j, peak: jnp.maximum(peak, read(j)[1]), lowest)
 
     def sums(stride: int, offset) -> Pair:
-        """(sum of weight * value, sum of weights) over rows offset, offset + stride, ..."""
+        """Returns (sum of weight * value, sum of weights) over rows offset, offset + stride, ..."""
         if stride == size:
             value, logit = read(offset)
             weight = math.exp(logit - peak)
@@ -346,7 +346,7 @@ def _nearest(place, ref):
 
 
 def _carried(inputs: _Refs, tile: RowTile, fresh, row, bank) -> Triple:
-    """The state before a group: empty if it opens an entry."""
+    """Returns the state before a group: empty if it opens an entry."""
     ref, at = (inputs.state, bank) if inputs.history is None else (inputs.history, row)
     peak, total, acc = (tile.load(ref, at, part * tile.dim, ~fresh) for part in range(3))
     return jnp.where(fresh, -np.float32(np.inf), peak), total, acc

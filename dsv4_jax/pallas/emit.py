@@ -79,7 +79,7 @@ class Arithmetic:
         return tree_sum(x, axis) if self.interpret else x.sum(axis, keepdims=True)
 
     def exp(self, x: jax.Array) -> jax.Array:
-        """Bit for bit `ops.numerics.exp`: e^x for x <= 0."""
+        """Computes, bit for bit as `ops.numerics.exp`, e^x for x <= 0."""
         clamped = jnp.maximum(x, np.float32(-88))
         n = self._nearest(self.product(clamped, np.float32(1.4426950408889634)))
         r = clamped - self.product(n, np.float32(0.693359375)) - self.product(n, np.float32(-2.12194440e-4))
@@ -110,14 +110,15 @@ class RowTile:
         return group * np.int32(LANES) + lane
 
     def pairs(self) -> jax.Array:
-        """[groups, 32] int32: c // 2 of the dims c."""
+        """Returns [groups, 32] int32: c // 2 of the dims c."""
         group, lane = outer(*(jnp.arange(n, dtype=jnp.int32) for n in (self.shape[0], LANES // 2)))
         return group * np.int32(LANES // 2) + lane
 
     def load(
         self, ref, row: jax.Array, first: int = 0, where: jax.Array | None = None, other: jax.Array | None = None
     ) -> jax.Array:
-        """Columns `first` ... of a row of `ref`; `other` (default: zeros) past the last and if `where` is false."""
+        """Loads columns `first` ... of a row of `ref`; `other` (default: zeros) past the last and if `where` is
+        false."""
         columns = self.columns()
         mask = columns < np.int32(self.dim)
         mask = mask if where is None else mask & where
@@ -126,7 +127,7 @@ class RowTile:
         return pltriton.load(at, mask=mask, other=other)
 
     def padded_with_zeros(self, x: jax.Array) -> jax.Array:
-        """x, zeros past the last dim."""
+        """Returns x, with zeros past the last dim."""
         return x if self.dim == x.size else jnp.where(self.columns() < np.int32(self.dim), x, np.float32(0))
 
     def store(self, ref, row: jax.Array, values: jax.Array, first: int = 0) -> None:
@@ -145,7 +146,7 @@ class EpilogueRefs:
     hadamard: bool
 
     def weight(self, tile: RowTile) -> jax.Array:
-        """The norm weight as a row tile."""
+        """Returns the norm weight as a row tile."""
         return tile.load(self.norm, jnp.int32(0))
 
     def frequencies(self, tile: RowTile) -> jax.Array:
@@ -157,7 +158,7 @@ class EpilogueRefs:
         return pltriton.load(at, mask=rotary, other=jnp.zeros(place.shape, jnp.float32))
 
     def load(self, tile: RowTile) -> EpilogueRefs:
-        """The same, already loaded: so that the row and these need not wait for each other."""
+        """Returns the same, already loaded: so that the row and these need not wait for each other."""
         return _EpilogueTiles(self.weight(tile), self.frequencies(tile), self.eps, self.hadamard)
 
 
@@ -170,7 +171,7 @@ class _EpilogueTiles(EpilogueRefs):
 
 
 def epilogue_operands(epilogue: Epilogue) -> tuple[jax.Array, jax.Array]:
-    """The arrays a kernel's `EpilogueRefs` refer to."""
+    """Returns the arrays a kernel's `EpilogueRefs` refer to."""
     return epilogue.norm.astype(jnp.float32)[None], epilogue.inv_freq.astype(jnp.float32)[None]
 
 
@@ -238,7 +239,7 @@ def rope(x: jax.Array, tile: RowTile, epilogue: EpilogueRefs, position: jax.Arra
 
 
 def hadamard(x: jax.Array, dim: int, math: Arithmetic) -> jax.Array:
-    """x @ H_dim / sqrt(dim) as H_a and H_b over the axes of x as [a, b]."""
+    """Multiplies x @ H_dim / sqrt(dim) as H_a and H_b over the axes of x as [a, b]."""
     size = x.size
     a = 1 << (size.bit_length() - 1) // 2
     b = size // a
@@ -354,7 +355,7 @@ def _split(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _merge(even: jax.Array, odd: jax.Array) -> jax.Array:
-    """The inverse of `_split`."""
+    """Returns the inverse of `_split`."""
     shape = (*even.shape, 2)
     which = lax.broadcasted_iota(jnp.int32, shape, 2) == 0
     pairs = jnp.where(which, jnp.broadcast_to(even[..., None], shape), jnp.broadcast_to(odd[..., None], shape))

@@ -79,7 +79,8 @@ IMPLEMENTATION = Implementation("kv_store", "pallas", call, supports, problem)
 
 
 def rows_per_program(k: jax.Array, v: jax.Array) -> int:
-    """A power of two: as many rows as make `PROGRAM_BYTES`, fewer if that leaves fewer than `PROGRAMS` programs."""
+    """Returns a power of two: as many rows as make `PROGRAM_BYTES`, fewer if that leaves fewer than `PROGRAMS`
+    programs."""
     row_bytes = sum(x.shape[1] * x.dtype.itemsize for x in (k, v))
     most = max(1, min(PROGRAM_BYTES // row_bytes, k.shape[0] // PROGRAMS))
     return 1 << (most.bit_length() - 1)

@@ -14,7 +14,7 @@ __all__ = ["e2m1_codes", "interpreted", "outer", "pieces", "problem", "read", "t
 
 
 def whole(x: jax.Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
-    """The array in one block: bodies index it with ids that they load themselves."""
+    """Returns the array in one block: bodies index it with ids that they load themselves."""
     return pl.BlockSpec(x.shape, lambda *_: (0,) * len(x.shape))
 
 
@@ -53,7 +53,7 @@ def pieces(width: int, group: int | None = None) -> list[tuple[int, int, int]]:
 
 
 def outer(*indices: jax.Array) -> tuple[jax.Array, ...]:
-    """Index arrays of the outer product of 1-D index arrays, one axis each."""
+    """Returns index arrays of the outer product of 1-D index arrays, one axis each."""
     shape = tuple(i.shape[0] for i in indices)
     return tuple(
         jnp.broadcast_to(i.reshape(*(-1 if axis == a else 1 for a in range(len(shape)))), shape)
@@ -67,7 +67,7 @@ def read(ref, index: tuple[jax.Array, ...], mask: jax.Array) -> jax.Array:
 
 
 def e2m1_codes(codes: jax.Array) -> jax.Array:
-    """e4m3 codes of 2^-6 times the values of e2m1 codes (uint8, high bits ignored), exact.
+    """Returns the e4m3 codes of 2^-6 times the values of e2m1 codes (uint8, high bits ignored), exact.
 
     Shifted into place, exponent and mantissa are those of an e4m3 (of a subnormal one for 0.5) but for
     the exponent's bias.

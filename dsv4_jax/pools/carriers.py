@@ -32,14 +32,14 @@ def to_carrier(x: jax.Array, storage: str) -> jax.Array:
 
 
 def encode(x: jax.Array, storage: str) -> tuple[jax.Array, ...]:
-    """Rows [n, width] -> their parts: (carrier [n, width],), for fp8 also the scale [n, 1] float32."""
+    """Encodes rows [n, width] to their parts: (carrier [n, width],), for fp8 also the scale [n, 1] float32."""
     if storage == "fp8":
         return _fp8_encode(index_format("fp8", x.shape[-1]), x)
     return (to_carrier(x, storage),)
 
 
 def decode(parts: tuple[jax.Array, ...], storage: str, dtype: Any = None) -> jax.Array:
-    """The inverse of `encode`, in `dtype` (default: the stored type; bf16 for fp8)."""
+    """Undoes `encode`, in `dtype` (default: the stored type; bf16 for fp8)."""
     if storage == "fp8":
         fmt = index_format("fp8", parts[0].shape[-1])
         return _fp8_decode(fmt, parts, jnp.bfloat16 if dtype is None else dtype)  # type: ignore[arg-type]
@@ -48,7 +48,8 @@ def decode(parts: tuple[jax.Array, ...], storage: str, dtype: Any = None) -> jax
 
 
 def safe_layer(layer: Any, layers: int) -> int | jax.Array:
-    """A layer's number: a Python int in 0..layers-1, or on the device an int32 in 0..layers, the last for no layer.
+    """Returns a layer's number: a Python int in 0..layers-1, or on the device an int32 in 0..layers, the last for no
+    layer.
 
     Device arrays cannot be checked: a number out of range becomes `layers` before it is multiplied, so that none
     wraps around.
@@ -66,7 +67,7 @@ def safe_layer(layer: Any, layers: int) -> int | jax.Array:
 
 
 def safe_ids(name: str, ids: Any, last: int, *, unique: bool = False) -> jax.Array:
-    """Ids as int32 in 0..last, of the same shape.
+    """Returns the ids as int32 in 0..last, of the same shape.
 
     Ids known on the host (NumPy arrays and lists, int64 welcome) are checked here. Device arrays cannot be:
     an id outside 0..last becomes 0, the null id, before it is narrowed, so none wraps around.

@@ -23,7 +23,7 @@ __all__ = ["as_tokens", "chain", "page_digests", "root_digest"]
 
 
 def page_digests(tokens: Any, page_size: int = 1, namespace: Hashable = None) -> list[bytes]:
-    """The digests of a prompt's whole pages: a router compares them with those that events have named.
+    """Returns the digests of a prompt's whole pages: a router compares them with those that events have named.
 
     Args:
         tokens, namespace: as of `RadixCache.match`; the namespace None, or integers, str, bytes and tuples of these.
@@ -37,7 +37,7 @@ def page_digests(tokens: Any, page_size: int = 1, namespace: Hashable = None) ->
 
 
 def as_tokens(tokens: Any) -> np.ndarray:
-    """Token ids as a flat int64 array of its own. Raises `PoolError`."""
+    """Returns token ids as a flat int64 array of its own. Raises `PoolError`."""
     tokens = as_ids("tokens", tokens).reshape(-1)
     if tokens.dtype == np.uint64 and tokens.size and tokens.max() > np.iinfo(np.int64).max:
         raise PoolError(f"tokens must be int64 numbers, got {int(tokens.max())}")

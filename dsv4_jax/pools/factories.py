@@ -41,7 +41,7 @@ def make_full_attention_net_mem_pool(
     sort: bool = True,
     sharding: Any = None,
 ) -> tuple[KVPool, TokenToKVPoolAllocator]:
-    """A KV pool and the allocator of its slots. Arguments as of `KVSpec` and `TokenToKVPoolAllocator`."""
+    """Returns a KV pool and the allocator of its slots. Arguments as of `KVSpec` and `TokenToKVPoolAllocator`."""
     from .kv_pool import KVPool
 
     spec = KVSpec(size, layers, k_heads, k_dim, v_heads, v_dim, storage, page_size)
@@ -50,7 +50,7 @@ def make_full_attention_net_mem_pool(
 
 
 def make_req_to_token_pool(max_requests: int, max_context: int) -> tuple[ReqToTokenPool, TokenTable]:
-    """A request table: the host's and, empty, the device's."""
+    """Returns a request table: the host's and, empty, the device's."""
     from .token_table import TokenTable
 
     pool = ReqToTokenPool(max_requests, max_context)
@@ -58,7 +58,7 @@ def make_req_to_token_pool(max_requests: int, max_context: int) -> tuple[ReqToTo
 
 
 def make_gdn_pool(spec: GDNSpec, *, sharding: Any = None) -> tuple[GDNPool, StateSlots]:
-    """A state pool and the books of its track slots."""
+    """Returns a state pool and the books of its track slots."""
     from .gdn_pool import GDNPool
 
     return GDNPool.init(spec, sharding=sharding), StateSlots(spec)

@@ -47,7 +47,8 @@ class GDNPool:
         return cls(**leaves, spec=spec)
 
     def get_layer_state(self, layer: int | jax.Array) -> tuple[jax.Array, jax.Array]:
-        """A layer's states: (recurrent [slots, heads, v_dim, k_dim] float32, conv [slots, conv_dim, kernel - 1]).
+        """Returns a layer's states: (recurrent [slots, heads, v_dim, k_dim] float32, conv [slots, conv_dim, kernel -
+        1]).
 
         As stored: until its new owner's first step has written it, a slot has what its last owner left there.
         """
@@ -159,7 +160,8 @@ _reset_states = jax.jit(GDNPool.reset_states, donate_argnums=0)
 
 
 def copy_states(pool: GDNPool, src: Any, dst: Any) -> GDNPool:
-    """`GDNPool.copy_states` by itself, jitted: the pool is donated. Host slots, checked; one compile per power of two.
+    """Does `GDNPool.copy_states` by itself, jitted: the pool is donated. Host slots, checked; one compile per power of
+    two.
 
     Raises:
         PoolError: a slot is out of range, or a destination is named twice.
@@ -172,7 +174,7 @@ def copy_states(pool: GDNPool, src: Any, dst: Any) -> GDNPool:
 
 
 def reset_states(pool: GDNPool, slots: Any) -> GDNPool:
-    """`GDNPool.reset_states` by itself, jitted: the pool is donated. Errors as of `copy_states`."""
+    """Does `GDNPool.reset_states` by itself, jitted: the pool is donated. Errors as of `copy_states`."""
     ids = _padded("slots", slots, pool)
     return _reset_states(pool, ids) if np.size(slots) else pool
 

@@ -72,7 +72,7 @@ def store_kv(
 
 
 def reference(arguments: KVStoreArguments) -> tuple[Parts, Parts]:
-    """The reference of `store_kv`, in `jnp`."""
+    """Returns the reference of `store_kv`, in `jnp`."""
 
     def scatter(pool: Parts, values: jax.Array) -> Parts:
         return tuple(
@@ -100,7 +100,7 @@ class KVPool:
 
     @classmethod
     def init(cls, spec: KVSpec, *, sharding: Any = None) -> KVPool:
-        """An empty pool, all zeros. `sharding`: of every leaf, None for the default device."""
+        """Returns an empty pool, all zeros. `sharding`: of every leaf, None for the default device."""
         leaves = spec.leaves.items()
         return cls({name: jnp.zeros(shape, dtype, device=sharding) for name, (shape, dtype) in leaves}, spec)
 
@@ -136,7 +136,7 @@ class KVPool:
         return dataclasses.replace(self, arrays=arrays)
 
     def get_key_buffer(self, layer: int | jax.Array, dtype: Any = None) -> jax.Array:
-        """All K rows of a layer, [rows, k_heads, k_dim] in `dtype` (default: as stored; bf16 for fp8).
+        """Returns all K rows of a layer, [rows, k_heads, k_dim] in `dtype` (default: as stored; bf16 for fp8).
 
         A new array, for kernels that want the whole buffer and for tests; a step that needs some rows and
         then writes should `gather_kv` them.
@@ -144,15 +144,15 @@ class KVPool:
         return self._buffer("k", layer, dtype)
 
     def get_value_buffer(self, layer: int | jax.Array, dtype: Any = None) -> jax.Array:
-        """All V rows of a layer, [rows, v_heads, v_dim]."""
+        """Returns all V rows of a layer, [rows, v_heads, v_dim]."""
         return self._buffer("v", layer, dtype)
 
     def get_kv_buffer(self, layer: int | jax.Array, dtype: Any = None) -> tuple[jax.Array, jax.Array]:
-        """Both buffers: (`get_key_buffer`, `get_value_buffer`)."""
+        """Returns both buffers: (`get_key_buffer`, `get_value_buffer`)."""
         return self._buffer("k", layer, dtype), self._buffer("v", layer, dtype)
 
     def gather_kv(self, layer: int | jax.Array, indices: Any, dtype: Any = None) -> tuple[jax.Array, jax.Array, KVPool]:
-        """The K and V rows of some slots, and the pool to go on with.
+        """Returns the K and V rows of some slots, and the pool to go on with.
 
         Args:
             indices: [...] token slots; 0 for padding, which reads as zeros.
@@ -176,7 +176,7 @@ class KVPool:
         return self.spec.total_bytes
 
     def _rows(self, layer: int | jax.Array, ids: jax.Array, no_row: int) -> jax.Array:
-        """The rows of safe ids in a layer, int32; `no_row` for a layer out of range."""
+        """Returns the rows of safe ids in a layer, int32; `no_row` for a layer out of range."""
         at = safe_layer(layer, self.spec.layers)
         if isinstance(at, int):
             return np.int32(at * self.spec.rows) + ids

@@ -90,7 +90,7 @@ class RadixNode:
         return np.zeros(len(self.tokens), np.int32) if self.window_ids is None else self.window_ids
 
     def path(self) -> list[RadixNode]:
-        """This node and those above it, the root excepted, upwards."""
+        """Returns this node and those above it, the root excepted, upwards."""
         node, out = self, []
         while node.parent is not None:
             out.append(node)

@@ -135,7 +135,8 @@ class RadixTree:
         return RadixNode(self._numbers, parent, start, tokens, ids, self)
 
     def walk(self, root: RadixNode, tokens: np.ndarray) -> tuple[list[tuple[RadixNode, int]], int]:
-        """The nodes along `tokens` with the tokens matched in each (whole pages), and their sum. Changes nothing."""
+        """Returns the nodes along `tokens` with the tokens matched in each (whole pages), and their sum. Changes
+        nothing."""
         node, path, at = root, [], 0
         while len(tokens) - at >= self.page and (child := node.children.get(self._key(tokens[at:]))) is not None:
             common = min(len(child), len(tokens) - at)
@@ -190,7 +191,7 @@ class RadixTree:
         return node
 
     def touch(self, node: RadixNode) -> list[RadixNode]:
-        """The nodes from the root's child down to `node`, used now."""
+        """Returns the nodes from the root's child down to `node`, used now."""
         self._clock += 1
         nodes = node.path()[::-1]
         for above in nodes:
@@ -276,7 +277,7 @@ class RadixTree:
 
 
 def _links(node: RadixNode) -> list[tuple[bytes | None, bytes | None]]:
-    """The digest of each page of a node, and of the page before it: None before the first."""
+    """Returns the digest of each page of a node, and of the page before it: None before the first."""
     if not node.digests or node.parent is None:
         return []
     above = node.parent.digests[-1] if node.parent.parent is not None else None

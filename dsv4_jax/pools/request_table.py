@@ -73,7 +73,7 @@ class ReqToTokenPool:
         return self._slots.num_free
 
     def alloc(self, n: int = 1) -> list[int]:
-        """`n` request slots, empty. Raises `OutOfBlocksError`."""
+        """Takes `n` request slots, empty. Raises `OutOfBlocksError`."""
         return self._slots.alloc(n)
 
     def free(self, slot: int) -> np.ndarray:
@@ -114,7 +114,7 @@ class ReqToTokenPool:
         return int(self._lengths[self._held(slot)])
 
     def tokens(self, slot: int) -> np.ndarray:
-        """The token ids of a request, int32 [length], a copy."""
+        """Returns the token ids of a request, int32 [length], a copy."""
         return self._table[slot, : self.length(slot)].copy()
 
     def write(self, slot: int, start: int, ids: Any) -> None:
@@ -202,7 +202,7 @@ class ReqToTokenPool:
     def kv_indices(
         self, slots: Any, lengths: Any = None, starts: Any = None, *, capacity: int | None = None, fill: int = 0
     ) -> KVIndices:
-        """The token ids of several requests in one vector: the twin of `TokenTable.kv_indices`, bit for bit.
+        """Returns the token ids of several requests in one vector: the twin of `TokenTable.kv_indices`, bit for bit.
 
         Args:
             slots: [n] request slots; 0 gives an empty row.

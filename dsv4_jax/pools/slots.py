@@ -117,7 +117,7 @@ class StateSlots(Slots):
         super().__init__(1 + spec.max_requests, spec.track_slots, "track slots")
 
     def alloc_track_slot(self) -> int:
-        """One track slot. Raises `OutOfBlocksError`."""
+        """Takes one track slot. Raises `OutOfBlocksError`."""
         return self.alloc(1)[0]
 
     def free_track_slot(self, slot: int) -> None:

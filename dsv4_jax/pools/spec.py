@@ -20,7 +20,7 @@ MAX_ROWS = 2**31 - 1  # rows are addressed in int32
 
 
 def as_ids(name: str, ids: Any) -> np.ndarray:
-    """`ids` as a NumPy array of integers (no copy of one), nothing at all as int64. Raises `PoolError`."""
+    """Returns `ids` as a NumPy array of integers (no copy of one), nothing at all as int64. Raises `PoolError`."""
     if type(ids) is list and (packed := int_array(ids, "Q")):
         values = np.frombuffer(packed, np.int64)
         if values.min() >= 0:  # none is beyond int64
@@ -49,7 +49,7 @@ def _has_booleans(ids: Any) -> bool:
 
 
 def distinct(ids: np.ndarray) -> np.ndarray:
-    """The ids without repetitions, ascending. (`numpy.unique` hashes them: 50 times as long for 100,000.)"""
+    """Returns the ids without repetitions, ascending. (`numpy.unique` hashes them: 50 times as long for 100,000.)"""
     ordered = np.sort(ids)
     first = np.ones(len(ordered), bool)
     np.not_equal(ordered[1:], ordered[:-1], out=first[1:])
@@ -103,7 +103,7 @@ class KVSpec:
         return -(-(self.last + 1) // _ROW_ALIGN) * _ROW_ALIGN
 
     def heads(self, part: str) -> tuple[int, int]:
-        """(heads, width) of "k" or "v" rows."""
+        """Returns (heads, width) of "k" or "v" rows."""
         heads, dim = (self.k_heads, self.k_dim) if part == "k" else (self.v_heads, self.v_dim)
         assert heads is not None and dim is not None
         return heads, dim

@@ -84,7 +84,8 @@ class TokenToKVPoolAllocator:
         return int(np.count_nonzero(self._held))
 
     def available_size(self) -> int:
-        """Tokens of the free pages. Unused places of a page in use are not counted: only `after` reaches them."""
+        """Returns tokens of the free pages. Unused places of a page in use are not counted: only `after` reaches
+        them."""
         return (len(self._free) - self._next + self._num_released) * self._page
 
     def is_held(self, ids: Any) -> np.ndarray:
@@ -248,7 +249,7 @@ class TokenToKVPoolAllocator:
         np.add.at(self._used, pages, np.int32(by))
 
     def _checked(self, ids: Any) -> np.ndarray:
-        """The ids as a flat array of its own, or `PoolError`."""
+        """Returns the ids as a flat array of its own, or `PoolError`."""
         try:
             ids = as_ids("ids", ids).reshape(-1)
         except PoolError as error:

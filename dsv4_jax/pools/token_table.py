@@ -28,12 +28,13 @@ class TokenTable:
 
     @classmethod
     def init(cls, pool: ReqToTokenPool) -> TokenTable:
-        """An empty table for a pool. Apply every `pool.drain()` from the pool's beginning on."""
+        """Returns an empty table for a pool. Apply every `pool.drain()` from the pool's beginning on."""
         rows = pool.max_requests + 1
         return cls(jnp.zeros((rows, pool.max_context), jnp.int32), jnp.zeros(rows, jnp.int32))
 
     def apply(self, update: TableUpdate) -> TokenTable:
-        """The table after an update; in place when donated. Raises `ShapeError`: it is of a pool of another size."""
+        """Returns the table after an update; in place when donated. Raises `ShapeError`: it is of a pool of another
+        size."""
         if np.shape(update.lengths) != self.lengths.shape:
             theirs, ours = (shape[0] - 1 if shape else 0 for shape in (np.shape(update.lengths), self.lengths.shape))
             raise ShapeError(f"an update of a pool of {theirs} requests for a table of {ours}")
@@ -43,7 +44,7 @@ class TokenTable:
         return TokenTable(ids, jnp.asarray(update.lengths))
 
     def extend(self, slots: jax.Array, ids: jax.Array) -> TokenTable:
-        """One more token for each of some requests: a decode step that needs nothing from the host.
+        """Appends one token to each of some requests: a decode step that needs nothing from the host.
 
         Args:
             slots: [n] int32, no two equal but for 0, which is padding.
@@ -55,7 +56,8 @@ class TokenTable:
         return TokenTable(table, self.lengths.at[row].add(np.int32(1), mode="drop", wrap_negative_indices=False))
 
     def rows(self, slots: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
-        """The first `width` positions of some requests: (ids [n, width] int32, 0 past the length; lengths [n])."""
+        """Returns the first `width` positions of some requests: (ids [n, width] int32, 0 past the length; lengths
+        [n])."""
         lengths = self.lengths[slots]
         visible = jnp.arange(width, dtype=jnp.int32)[None] < lengths[:, None]
         return jnp.where(visible, self.ids[slots, :width], 0), lengths
@@ -69,7 +71,7 @@ class TokenTable:
         capacity: int,
         fill: int = 0,
     ) -> KVIndices:
-        """The token ids of several requests in one vector, in the form of paged-attention kernels.
+        """Returns the token ids of several requests in one vector, in the form of paged-attention kernels.
 
         Args:
             slots: [n] int32 request slots in range; 0 gives an empty row.

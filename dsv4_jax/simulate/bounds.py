@@ -81,7 +81,7 @@ def bounds(
 
 
 def turns_of(trace: Iterable[TraceRequest], layout: CacheLayout) -> list[Turn]:
-    """The turns of a trace, earliest first."""
+    """Returns the turns of a trace, earliest first."""
     turns, block = [], layout.block_tokens
     for request in trace:
         ids = run_tokens((*request.prompt, *request.output), layout.cfg.vocab_size)
@@ -105,7 +105,7 @@ def endless_bound(turns: Iterable[Turn]) -> int:
 
 
 def blocks_bound(turns: Sequence[Turn], blocks: int) -> int:
-    """Blocks found by a clairvoyant cache of so many blocks."""
+    """Returns blocks found by a clairvoyant cache of so many blocks."""
     if not blocks:
         return 0
     following: list[list[int]] = []  # of each turn's blocks: the next turn that asks for it
@@ -134,7 +134,7 @@ def blocks_bound(turns: Sequence[Turn], blocks: int) -> int:
 
 
 def states_bound(turns: Sequence[Turn], states: int) -> int:
-    """Blocks found by a clairvoyant cache of so many states, at most (rounded up)."""
+    """Returns blocks found by a clairvoyant cache of so many states, at most (rounded up)."""
     last: dict[int, int] = {}
     gains: list[np.ndarray] = []
     costs: list[np.ndarray] = []
@@ -165,7 +165,7 @@ def states_bound(turns: Sequence[Turn], states: int) -> int:
 
 
 def _hull(kept_for: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """The steps (blocks gained, turns paid) of the concave hull of blocks over turns, the cheapest first."""
+    """Returns the steps (blocks gained, turns paid) of the concave hull of blocks over turns, the cheapest first."""
     corners = [(0, 0)]
     for blocks, turns in enumerate(kept_for, 1):
         if corners[-1][1] == turns:

@@ -79,7 +79,7 @@ class Network:
         self._go_on()
 
     def _shares(self) -> dict[_Transfer, int]:
-        """The n of each transfer: an nth of the bandwidth is its own."""
+        """Returns the n of each transfer: an nth of the bandwidth is its own."""
         out = collections.Counter(moved.source for moved in self._transfers)
         into = collections.Counter(moved.target for moved in self._transfers)
         return {moved: max(out[moved.source], into[moved.target]) for moved in self._transfers}

@@ -23,7 +23,8 @@ _PARTS = ("wait", "prompt", "hand-off", "decode wait", "last chunk")
 
 
 def report(result: Simulation) -> dict[str, Any]:
-    """The numbers of one host, which but for "cpu" depend on trace and server alone: tokens, bytes and seconds."""
+    """Returns the numbers of one host, which but for "cpu" depend on trace and server alone: tokens, bytes and
+    seconds."""
     jobs, server, stats = result.jobs, result.server, result.stats
     counters = stats.cache.counters
     prompt, sampled = sum(j.trace.prompt_tokens for j in jobs), sum(j.sampled for j in jobs)
@@ -114,7 +115,7 @@ def _order(server: Server) -> str:
 
 
 def _host_bytes(server: Server) -> int:
-    """The bytes of the host tier, its null page included."""
+    """Returns the bytes of the host tier, its null page included."""
     return 0 if server.host is None else (1 + server.host.num_pages) * page_bytes(server.layout)
 
 
@@ -135,7 +136,7 @@ def _percentiles(values: Sequence[float], *percents: int) -> dict[str, float]:
 
 
 def hosts_report(run: HostsRun) -> dict[str, Any]:
-    """The numbers of several hosts, which depend on trace, server and hosts alone: tokens, bytes and seconds.
+    """Returns the numbers of several hosts, which depend on trace, server and hosts alone: tokens, bytes and seconds.
 
     "requests" has the rate at which requests come, "per_second" the rates at which they and their tokens are served.
     "first_token_parts" are means that add up to that of "first_token"; "bound" names the largest of them. "token_gap"
@@ -195,7 +196,7 @@ def hosts_report(run: HostsRun) -> dict[str, Any]:
 
 
 def _parts(handed: Handed) -> tuple[float, ...]:
-    """The seconds that each of `_PARTS` took of a request's time to the first token."""
+    """Returns the seconds that each of `_PARTS` took of a request's time to the first token."""
     job, prompt = handed.job, handed.prompt
     if prompt is None:
         return job.begun - job.trace.arrival, job.first_token - job.begun, 0.0, 0.0, 0.0

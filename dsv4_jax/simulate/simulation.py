@@ -221,5 +221,6 @@ class Simulation:
 
 
 def _in_use(name: str, pool: PoolUse) -> int:
-    """Units of requests. Only device blocks are shared with the cache; on the host lie copies of what is in use."""
+    """Returns units of requests. Only device blocks are shared with the cache; on the host lie copies of what is in
+    use."""
     return pool.private + (pool.cached - pool.evictable if name == "device" else 0)

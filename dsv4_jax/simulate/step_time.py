@@ -83,7 +83,7 @@ class StepTime:
                 raise TraceError(f"{value} is not a number {least} and below 1e18", field=name)
 
     def computing(self, decodes: int, decode_context: float, prefill: int, prefill_context: float) -> float:
-        """Seconds of a step but for transfers: D, S, P and C of the module's formula."""
+        """Returns seconds of a step but for transfers: D, S, P and C of the module's formula."""
         return (
             self.fixed
             + max(self.weights, self.prefill_token * prefill)
@@ -93,11 +93,11 @@ class StepTime:
         )
 
     def seconds(self, computing: float, loaded: int, stored: int) -> float:
-        """Seconds of a step that computes for `computing` seconds, with bytes from the host and to it."""
+        """Returns seconds of a step that computes for `computing` seconds, with bytes from the host and to it."""
         return loaded / self.bandwidth + max(computing, stored / self.bandwidth)
 
     def of(self, step: MeasuredStep) -> float:
-        """Seconds of a step of this form."""
+        """Returns seconds of a step of this form."""
         context = step.requests * _context(step)
         if step.tokens == 1:
             return self.computing(step.requests, context, 0, 0)
@@ -111,7 +111,8 @@ class StepTime:
 
 
 def fitted(steps: tuple[MeasuredStep, ...] = MEASURED, *, weights: float = StepTime.weights) -> StepTime:
-    """The constants with the least squared relative errors. Chunks must take longer to compute than `weights`."""
+    """Returns the constants with the least squared relative errors. Chunks must take longer to compute than
+    `weights`."""
     rows, wanted = [], []
     for step in steps:
         tokens, context = step.requests * step.tokens, step.requests * _context(step)
@@ -126,5 +127,5 @@ def fitted(steps: tuple[MeasuredStep, ...] = MEASURED, *, weights: float = StepT
 
 
 def _context(step: MeasuredStep) -> float:
-    """The tokens before each one of a request's, added up."""
+    """Returns the tokens before each one of a request's, added up."""
     return step.tokens * step.context + step.tokens * (step.tokens - 1) / 2

@@ -7,7 +7,7 @@ import itertools
 import random
 
 from ..errors import TraceError
-from ..untrusted import read_settings, shown
+from ..untrusted import brief, read_settings
 from .trace import TraceRequest, TraceRun
 
 __all__ = ["ChatTrace", "make_trace"]
@@ -49,7 +49,7 @@ class ChatTrace:
             value, kind = getattr(self, field.name), type(field.default)
             # A seed that is no integer may be another one every time.
             if isinstance(value, bool) or not isinstance(value, int | kind):
-                raise TraceError(f"must be of type {kind.__name__}, got {shown(value)}", field=field.name)
+                raise TraceError(f"must be of type {kind.__name__}, got {brief(value)}", field=field.name)
         limits = dict.fromkeys(("system", "question", "answer"), MAX_TOKENS)
         limits |= {"chats": MAX_RUNS, "turns": MAX_RUNS, "tenants": MAX_TENANTS, "systems": MAX_SYSTEMS}
         for name, limit in limits.items():

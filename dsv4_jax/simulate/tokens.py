@@ -30,7 +30,7 @@ def run_tokens(runs: Iterable[TraceRun], vocab_size: int) -> np.ndarray:
 
 
 def prefix_names(ids: np.ndarray, block_tokens: int, space: object) -> list[int]:
-    """A 64-bit number for each full block: of its tokens, all before them, and `space`.
+    """Returns a 64-bit number for each full block: of its tokens, all before them, and `space`.
 
     Equal beginnings have equal names. That different ones differ is a matter of chance (2^-64 a pair), not of
     cryptography: these are for looking after the manager, not for its use.
@@ -42,7 +42,7 @@ def prefix_names(ids: np.ndarray, block_tokens: int, space: object) -> list[int]
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """The finish of splitmix64: every bit of the result depends on all of `x`, which is overwritten."""
+    """Returns the finish of splitmix64: every bit of the result depends on all of `x`, which is overwritten."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x ^= x >> np.uint64(shift)
         x *= np.uint64(factor)

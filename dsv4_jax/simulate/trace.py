@@ -92,7 +92,8 @@ def read_trace(
     timestamp_unit: float = 1e-3,
     limit: int | None = None,
 ) -> list[TraceRequest]:
-    """The requests of a trace, earliest first; of equal arrivals the earlier line first. Empty lines are skipped.
+    """Returns the requests of a trace, earliest first; of equal arrivals the earlier line first. Empty lines are
+    skipped.
 
     Args:
         lines: such as an open text file, of which no more than a line is read at a time. Opened with

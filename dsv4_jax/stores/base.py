@@ -76,7 +76,7 @@ class RecordStore(Protocol):
         ...
 
     def read_into(self, keys: Sequence[bytes], buffers: Buffers) -> Flags:
-        """Fill `buffers[i]` with the record of `keys[i]`; true where that happened.
+        """Fills `buffers[i]` with the record of `keys[i]`; true where that happened.
 
         Where the result is false the buffer's bytes are undefined. Keys may repeat; buffers must not overlap.
         """
@@ -101,6 +101,6 @@ class RecordStore(Protocol):
         ...
 
     def close(self) -> None:
-        """Flush and let go. Any thread may call it: it waits for calls under way. A second call does nothing, but
+        """Flushes and lets go. Any thread may call it: it waits for calls under way. A second call does nothing, but
         finish what an interrupted first one left."""
         ...

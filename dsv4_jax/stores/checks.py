@@ -21,7 +21,7 @@ def check_process(owner: int) -> None:
 
 
 def check_keys(keys: Sequence[bytes], key_bytes: int) -> list[bytes]:
-    """The keys as a list of `bytes`. Raises `StoreFormatError` for one of another type or length."""
+    """Returns the keys as a list of `bytes`. Raises `StoreFormatError` for one of another type or length."""
     try:
         checked = list(keys)
     except TypeError:
@@ -34,7 +34,7 @@ def check_keys(keys: Sequence[bytes], key_bytes: int) -> list[bytes]:
 
 
 def check_records(buffers: Buffers, count: int, record_bytes: int, *, writable: bool) -> list[np.ndarray]:
-    """Views uint8 [record_bytes] of the given buffers, sharing their memory.
+    """Returns views uint8 [record_bytes] of the given buffers, sharing their memory.
 
     Raises:
         ShapeError: not `count` buffers, or one that is no plain memory (an array of objects, say, whose bytes are

@@ -231,8 +231,8 @@ class ObjectStore:
         return header is not None and header.fingerprint != self._fingerprint
 
     def _damaged(self, keys: list[bytes], batch: slice, verdicts: list[str | StoreError], until: float) -> list[int]:
-        """Indices of the corrupted. Those that begin with the header of another layout, whose records are longer or
-        shorter, are "foreign" after all."""
+        """Returns indices of the corrupted. Those that begin with the header of another layout, whose records are
+        longer or shorter, are "foreign" after all."""
         suspects = [i for i, verdict in enumerate(verdicts, batch.start) if verdict == "corrupted"]
         headers = self._headers([keys[i] for i in suspects], until)
         for i, answer in zip(suspects, headers, strict=True):

@@ -56,7 +56,7 @@ class RecordHeader:
 
 
 def pack_header(header: RecordHeader) -> bytes:
-    """The header as `HEADER_BYTES` bytes."""
+    """Returns the header as `HEADER_BYTES` bytes."""
     key = header.key
     body = _BODY.pack(header.generation, header.record_bytes, len(key), VERSION, header.fingerprint, header.digest, key)
     return _MAGIC + struct.pack("<I", zlib.crc32(_MAGIC + body)) + body

@@ -71,7 +71,7 @@ def assert_no_copies(
 
 
 def pool_copies(text: str, leaf: Any) -> list[str]:
-    """Lines of an HLO text that copy an array of this leaf's shape and dtype."""
+    """Returns lines of an HLO text that copy an array of this leaf's shape and dtype."""
     shape = f"{_HLO[str(np.dtype(leaf.dtype))]}[{','.join(map(str, leaf.shape))}]"
     return re.findall(rf"= {re.escape(shape)}\S* copy(?:-start)?\(.*", text)
 

@@ -130,7 +130,7 @@ def assert_untouched(cache: KVCache, slots: set[int], blocks: set[int]) -> None:
 
 
 def _units(cache: KVCache, leaf: LeafSpec) -> np.ndarray:
-    """A leaf as [layers, units, rows, width]."""
+    """Returns a leaf as [layers, units, rows, width]."""
     return np.asarray(cache.arrays[leaf.name]).reshape(leaf.layers, -1, leaf.rows, leaf.width)
 
 

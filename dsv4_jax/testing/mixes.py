@@ -53,7 +53,7 @@ class MixJob:
     logits: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
 
     def draw(self, position: int, logits: np.ndarray) -> int:
-        """The token at a position, from the logits of the one before it."""
+        """Returns the token at a position, from the logits of the one before it."""
         return _draw(self.stream, position, logits)
 
     def append(self, token: int) -> None:
@@ -391,7 +391,7 @@ class Mix:
             return self.manager.plan_step(scheduled, shape=self.runner.shape), scheduled
 
     def drafts(self, request: Request, count: int) -> list[int]:
-        """What followed the last token before, in this request or another; else anything."""
+        """Returns what followed the last token before, in this request or another; else anything."""
         last, known = request.tokens[-1], [request.tokens, *(job.request.tokens for job in self.ended)]
         followers = [text[i + 1 : i + 1 + count] for text in known for i in range(len(text) - count) if text[i] == last]
         return list(self.pick(followers)) if followers and self.chance(0.8) else self.text(count, count)

@@ -95,16 +95,16 @@ class StepRunner:
         return self._step._cache_size()
 
     def empty_cache(self) -> KVCache:
-        """Zeros, of the runner's size."""
+        """Returns zeros, of the runner's size."""
         return init_cache(self.layout, self.size, checked=self.checked)
 
     def run(self, cache: KVCache, manager: KVCacheManager, plan: StepPlan) -> tuple[np.ndarray, KVCache]:
-        """One step of the requests' known tokens: (logits [T, vocab], cache)."""
+        """Runs a step of the requests' known tokens: (logits [T, vocab], cache)."""
         logits, cache = self._step(self.params, cache, plan.pack(), manager.plan_tokens(plan))
         return np.asarray(logits), cache
 
     def alone(self, tokens: Sequence[int], chunks: Sequence[int] | None = None) -> Cold:
-        """These tokens with nobody beside them, from an empty cache.
+        """Returns these tokens with nobody beside them, from an empty cache.
 
         Args:
             chunks: tokens of each step, their sum that of the tokens; default: as many as a step takes.
@@ -124,7 +124,7 @@ class StepRunner:
 
 
 def with_garbage(cache: KVCache, rng: np.random.Generator) -> KVCache:
-    """The same arrays with random bytes, NaNs among them, and random block ids in the table.
+    """Returns the same arrays with random bytes, NaNs among them, and random block ids in the table.
 
     (But for the lengths of a checked cache, of which its next steps would be told that they are wrong.)
     """

@@ -30,13 +30,13 @@ def with_leaves(cache: KVCache, record: RecordFormat, leaves: tuple[jax.Array, .
 
 
 def units_of(cache: KVCache, scope: RecordScope) -> int:
-    """Blocks or slots of the cache, the null unit included."""
+    """Returns blocks or slots of the cache, the null unit included."""
     return cache.block_units if scope == "block" else cache.slot_units
 
 
 def ids_of(plan: SwapPlan | OwnSwapPlan, kind: Any = SwapPlan) -> tuple[jax.Array, jax.Array]:
-    """The device and host ids of a plan of blocks. Raises `ShapeError` if it is not of this kind, or they are not
-    int32 [N], of one N."""
+    """Returns the device and host ids of a plan of blocks. Raises `ShapeError` if it is not of this kind, or they are
+    not int32 [N], of one N."""
     if not isinstance(plan, kind):
         raise ShapeError(f"blocks are swapped by a SwapPlan, got {type(plan).__name__}")
     device, host = (jnp.asarray(ids) for ids in plan)
@@ -48,7 +48,7 @@ def ids_of(plan: SwapPlan | OwnSwapPlan, kind: Any = SwapPlan) -> tuple[jax.Arra
 
 
 def state_ids_of(plan: StateSwapPlan) -> Ids:
-    """The ids of a plan of states. Raises `ShapeError` if they are not int32 [N], [N, K] and [N]."""
+    """Returns the ids of a plan of states. Raises `ShapeError` if they are not int32 [N], [N, K] and [N]."""
     if not isinstance(plan, StateSwapPlan):
         raise ShapeError(f"states are swapped by a StateSwapPlan, got {type(plan).__name__}")
     device, host, tokens = (jnp.asarray(ids) for ids in plan)

@@ -16,7 +16,7 @@ __all__ = ["host_memories", "host_memory", "host_places"]
 
 
 def host_memory(host: HostCache) -> np.ndarray:
-    """`host_memories` of a pool on one device. Raises `LayoutError` if it is on several."""
+    """Returns `host_memories` of a pool on one device. Raises `LayoutError` if it is on several."""
     memories = host_memories(host)
     if len(memories) > 1:
         raise LayoutError(f"the host pool lies in {len(memories)} memories, see host_memories")
@@ -44,7 +44,7 @@ def host_memories(host: HostCache) -> list[np.ndarray]:
 
 
 def host_places(host: HostCache) -> list[tuple[int, tuple[int, ...]]]:
-    """Address and shape of each of `host_memories`, without waiting for what computes them.
+    """Returns address and shape of each of `host_memories`, without waiting for what computes them.
 
     Raises:
         TransferError: the pool was donated: it is nowhere any more.
@@ -55,5 +55,5 @@ def host_places(host: HostCache) -> list[tuple[int, tuple[int, ...]]]:
 
 
 def _shards(host: HostCache) -> list[Any]:
-    """The shards of the pages, in the order of their rows."""
+    """Returns the shards of the pages, in the order of their rows."""
     return sorted(host.pages.addressable_shards, key=lambda shard: shard.index[0].start or 0)

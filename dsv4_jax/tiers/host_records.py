@@ -17,7 +17,7 @@ __all__ = ["gather_of_ranks", "gather_records", "scatter_of_ranks", "scatter_rec
 
 
 def gather_records(pool: jax.Array, records: jax.Array, implementation: SwapImplementation = None) -> jax.Array:
-    """Rows `records` [N] int32 of a pool of host records as one array [N, bytes] in host memory.
+    """Returns rows `records` [N] int32 of a pool of host records as one array [N, bytes] in host memory.
 
     Ids that are null or out of range give zeros.
     """
@@ -35,7 +35,7 @@ def gather_records(pool: jax.Array, records: jax.Array, implementation: SwapImpl
 def scatter_records(
     pool: jax.Array, packed: jax.Array, records: jax.Array, implementation: SwapImplementation = None
 ) -> jax.Array:
-    """A pool of host records with rows `records` [N] int32 set to `packed` [N, bytes], in either memory.
+    """Returns a pool of host records with rows `records` [N] int32 set to `packed` [N, bytes], in either memory.
 
     Ids that are null or out of range set nothing.
     """
@@ -65,7 +65,7 @@ def gather_of_ranks(pool: jax.Array, records: np.ndarray) -> jax.Array:
 
 
 def scatter_of_ranks(pool: jax.Array, packed: np.ndarray, records: np.ndarray) -> jax.Array:
-    """The inverse: `pool`, which is donated, with those rows set to `packed` [ranks * N, bytes]."""
+    """Does the inverse: returns `pool`, which is donated, with those rows set to `packed` [ranks * N, bytes]."""
     _, scatter, place = _over(*_placed(pool))
     return scatter(pool, _put(packed, place), _put(records, place))
 

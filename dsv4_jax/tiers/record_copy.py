@@ -60,7 +60,8 @@ class Ids(NamedTuple):
 
 
 def choose_implementation(implementation: SwapImplementation) -> Literal["xla", "ffi"]:
-    """None: "ffi" if the default backend has its native library (on a GPU: with code for it), else "xla".
+    """Returns the choice, of None "ffi" if the default backend has its native library (on a GPU: with code for it),
+    else "xla".
 
     "ffi" comes with its targets registered for the default backend.
 
@@ -114,7 +115,7 @@ def _attributes(ids: Ids, descriptors: tuple[int, ...]) -> dict[str, np.ndarray 
 
 
 def pack(leaves: Leaves, ids: Ids, valid: jax.Array, record: RecordFormat) -> jax.Array:
-    """The records [N, bytes] uint8 of these units in device memory; zeros where not valid."""
+    """Returns the records [N, bytes] uint8 of these units in device memory; zeros where not valid."""
     units, of = jnp.where(valid, ids.units, 0)[:, None], dict(zip(record.leaves, leaves, strict=True))
     packed = jnp.zeros((len(units), record.bytes), jnp.uint8)
     for piece in record.pieces:
@@ -173,7 +174,7 @@ def read(pool: jax.Array, record_ids: jax.Array) -> jax.Array:
 
 
 def _view(leaf: jax.Array, spec: LeafSpec) -> jax.Array:
-    """A leaf as an array [layers, units, rows, width]."""
+    """Returns a leaf as an array [layers, units, rows, width]."""
     return leaf.reshape(spec.layers, -1, spec.rows, spec.width)
 
 
@@ -207,7 +208,7 @@ def _bytes(x: jax.Array) -> jax.Array:
 
 
 def _elements(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Bytes as elements of the leaf's dtype: the inverse of `_bytes`."""
+    """Returns bytes as elements of the leaf's dtype: the inverse of `_bytes`."""
     if dtype == jnp.uint8:
         return x
     return lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, dtype.itemsize), dtype)

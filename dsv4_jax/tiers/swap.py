@@ -164,7 +164,7 @@ def _is_unit(ids: Ids, units: int) -> jax.Array:
 
 
 def _records(ids: Ids, pool: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The records of every pair [N, K], and whether they exist."""
+    """Returns the records of every pair [N, K], and whether they exist."""
     rows = ids.records.reshape(len(ids.units), -1)
     return rows, (rows > 0) & (rows < np.int32(pool.shape[0]))
 

@@ -110,7 +110,7 @@ def plan_state_swap(
 
 
 def own_swaps(plan: SwapPlan, ranks: int) -> OwnSwapPlan:
-    """A plan of all pool ranks' blocks, dealt out: for `overlapped_swap` along a pool axis.
+    """Returns a plan of all pool ranks' blocks, dealt out: for `overlapped_swap` along a pool axis.
 
     Args:
         plan: as from `plan_swap`.
@@ -148,7 +148,7 @@ def _check_destinations(direction: Direction, device: list[int], host: list[int]
 
 
 def _length(count: int, length: int | None) -> int:
-    """The static length of a plan of so many ids. Raises `PlanError` if it is none, or too short."""
+    """Returns the static length of a plan of so many ids. Raises `PlanError` if it is none, or too short."""
     if length is None:
         return 1 << (count - 1).bit_length() if count else 0
     static = check_integer("length", length, 0, INT32_MAX, error=PlanError)

@@ -89,7 +89,7 @@ class StackedTransfers:
 
 
 def stack_transfers(transfers: Sequence[Iterable[TransferStage]]) -> StackedTransfers:
-    """What the managers of all data shards want moved, for `run_transfers` on one cache over a mesh.
+    """Returns what the managers of all data shards want moved, for `run_transfers` on one cache over a mesh.
 
     Args:
         transfers: `take_transfers()` of each, in their order. They count as run when these have.

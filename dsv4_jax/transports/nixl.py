@@ -262,7 +262,7 @@ class _NixlRead:
 
 
 def _places(pages: Pages) -> list[int]:
-    """The addresses of the memories."""
+    """Returns the addresses of the memories."""
     return [memory.ctypes.data for memory in pages.memories]
 
 

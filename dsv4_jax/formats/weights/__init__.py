@@ -83,7 +83,7 @@ class WeightFormat:
             )
 
     def released(self, rows: int, columns: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Shapes of the codes, in bytes, and of the scales, as released."""
+        """Returns the shapes of the codes, in bytes, and of the scales, as released."""
         scales = (-(-rows // self.block[0]), -(-columns // self.block[1]))
         return (rows, columns // self.per_byte), scales
 
@@ -92,7 +92,7 @@ class WeightFormat:
         return tuple(part.shape(rows, columns) for part in self.parts)
 
     def unpacked(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The matrix's shape, with the axes before its two, from that of the first part."""
+        """Returns the matrix's shape, with the axes before its two, from that of the first part."""
         first = self.parts[0]
         *lead, tiles, steps, _ = shape
         return (*lead, tiles * first.rows, steps * first.columns)

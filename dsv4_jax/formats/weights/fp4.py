@@ -60,13 +60,14 @@ _MEAN_SQUARE = 8.5625  # of the values of all e2m1 codes
 
 
 def encode(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """[..., N, K] float -> codes [..., N, K / 2] uint8, scales [..., N, K / 32] uint8."""
+    """Encodes [..., N, K] float as codes [..., N, K / 2] uint8, scales [..., N, K / 32] uint8."""
     codes, scales = index_fp4.encode(index_format("fp4", matrix.shape[-1]), matrix.astype(jnp.float32))
     return codes, scales
 
 
 def decode(codes: jax.Array, scales: jax.Array, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> jax.Array:
-    """Codes and scales as released -> [..., N, K]. Exact in bfloat16 down to 2^-126: a code times a power of two."""
+    """Decodes codes and scales as released to [..., N, K]. Exact in bfloat16 down to 2^-126: a code times a power of
+    two."""
     return index_fp4.decode(index_format("fp4", 2 * codes.shape[-1]), (codes, scales), jnp.dtype(dtype))
 
 
@@ -86,7 +87,7 @@ def pack(codes: jax.Array, scales: jax.Array) -> tuple[jax.Array]:
 
 
 def draw(key: jax.Array, rows: int, columns: int) -> tuple[jax.Array]:
-    """The tiles of a random matrix of unit gain: any codes, and some scales twice the others.
+    """Returns the tiles of a random matrix of unit gain: any codes, and some scales twice the others.
 
     Drawn as they are packed, at the speed of random bits: any are codes.
     """
@@ -110,7 +111,7 @@ def _scale_words(scales: jax.Array) -> jax.Array:
 
 
 def unpack(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The tiles -> codes and scales as released."""
+    """Unpacks the tiles to codes and scales as released."""
     *lead, tiles, steps, _ = packed.shape
     x = packed.reshape(-1, tiles, steps, TILE_BYTES)
     both = lax.bitcast_convert_type(x[..., :_CODE_BYTES].reshape(-1, tiles, steps, 2, 2, 4, 8, 4, 2, 4), jnp.uint32)
@@ -128,7 +129,8 @@ def unpack(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def gate_up_rows(gate: Array, up: Array) -> Array:
-    """[..., rows, n] twice -> [..., 2 rows, n], eight rows of each in turn: codes or scales of the first product.
+    """Interleaves [..., rows, n] twice to [..., 2 rows, n], eight rows of each in turn: codes or scales of the first
+    product.
 
     Arrays of NumPy or JAX. `gates_and_ups` takes them apart.
     """

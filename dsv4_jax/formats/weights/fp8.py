@@ -51,7 +51,7 @@ _PACKED_AXES = tuple(int(i) for i in np.argsort(_WORD_AXES))  # the other way
 
 
 def encode(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """[N, K] float -> codes [N, K] uint8, scales [ceil(N / 128), ceil(K / 128)] uint8."""
+    """Encodes [N, K] float as codes [N, K] uint8, scales [ceil(N / 128), ceil(K / 128)] uint8."""
     (rows, columns), x = matrix.shape, matrix.astype(jnp.float32)
     x = jnp.pad(x, ((0, -rows % BLOCK), (0, -columns % BLOCK)))
     blocks = x.reshape(x.shape[0] // BLOCK, BLOCK, x.shape[1] // BLOCK, BLOCK)
@@ -62,7 +62,7 @@ def encode(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def decode(codes: jax.Array, scales: jax.Array, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> jax.Array:
-    """Codes and scales as released -> [N, K]. Exact in bfloat16 down to 2^-117: a code times a power of two."""
+    """Decodes codes and scales as released to [N, K]. Exact in bfloat16 down to 2^-117: a code times a power of two."""
     factors = power_of_two(scales.astype(jnp.int32) - np.int32(127))
     of_row = jnp.repeat(factors, BLOCK, axis=0)[: codes.shape[0]]
     return (e4m3_values(codes) * jnp.repeat(of_row, BLOCK, axis=1)[:, : codes.shape[1]]).astype(dtype)
@@ -79,12 +79,12 @@ def pack(codes: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def draw(key: jax.Array, rows: int, columns: int) -> tuple[jax.Array, jax.Array]:
-    """The parts of a random matrix of unit gain: a normal one, encoded."""
+    """Returns the parts of a random matrix of unit gain: a normal one, encoded."""
     return pack(*encode(jax.random.normal(key, (rows, columns)) * np.float32(columns**-0.5)))
 
 
 def unpack(packed: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The parts -> codes and scales as released."""
+    """Unpacks the parts to codes and scales as released."""
     tiles, steps, _ = packed.shape
     words = lax.bitcast_convert_type(packed.reshape(tiles, steps, 4, 4, 8, 4, 2, 2, 4), jnp.uint32)
     fields = _pair_fields(words[..., 0], words[..., 1])
@@ -99,7 +99,7 @@ def _code(fields: jax.Array) -> jax.Array:
 
 
 def _tiled(rows: int, columns: int) -> tuple[int, ...]:
-    """The shape of a matrix of pairs by tile, w, h, r, step, part, product, c and q."""
+    """Returns the shape of a matrix of pairs by tile, w, h, r, step, part, product, c and q."""
     return (rows // TILE_ROWS, 4, 2, 8, columns // TILE_COLUMNS, 4, 2, 2, 4)
 
 

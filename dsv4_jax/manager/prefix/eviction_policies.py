@@ -47,7 +47,7 @@ def _snapshot_by_age(node: Node) -> int:
 
 
 def _block_by_hits(node: Node) -> tuple[int, int]:
-    """The fewest hits first, the oldest access among equals."""
+    """Returns the fewest hits first, the oldest access among equals."""
     return node.hits, _block_by_age(node)
 
 

@@ -72,7 +72,8 @@ class Evictor:
         return result
 
     def device_leaf(self) -> Node:
-        """A node on the device with no other below it there, held by nobody. Raises `IntegrityError` without one."""
+        """Returns a node on the device with no other below it there, held by nobody. Raises `IntegrityError` without
+        one."""
         for node in self._nodes.published.values():
             if node.state is S.DEVICE and not node.refs and not node.on_device and not node.held:
                 return node

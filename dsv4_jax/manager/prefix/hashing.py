@@ -37,7 +37,7 @@ Key = None | int | str | bytes | tuple["Key", ...]
 
 
 def canonical_bytes(value: Any) -> bytes:
-    """`value` as type tag, length (uint32, little-endian) and bytes; tuples nest.
+    """Returns `value` as type tag, length (uint32, little-endian) and bytes; tuples nest.
 
     Integers of the same value agree, Python's, numpy's or an enum's. Raises `RequestError` for anything but
     None, integers (up to 4300 digits), str, bytes and tuples of these: floats and booleans have no business
@@ -113,7 +113,8 @@ class HashSpec:
         canonical_bytes(self.weights_id)
 
     def root(self, namespace: Namespace | None = None) -> bytes:
-        """The parent digest of a namespace's first blocks: 32 bytes. None is the namespace of those who name none.
+        """Returns the parent digest of a namespace's first blocks: 32 bytes. None is the namespace of those who name
+        none.
 
         Raises:
             RequestError: neither None nor a `Namespace`, or a key of a wrong type.
@@ -173,7 +174,7 @@ class BlockHasher:
         return len(self._ids)
 
     def ids(self, num_tokens: int) -> array[int]:
-        """The first `num_tokens` ids, code "I"."""
+        """Returns the first `num_tokens` ids, code "I"."""
         return self._ids[:num_tokens]
 
     def extend(self, tokens: Sequence[int] | np.ndarray) -> list[bytes]:
@@ -196,7 +197,7 @@ class BlockHasher:
         return twin
 
     def of(self, spec: HashSpec) -> BlockHasher:
-        """A hasher of the same tokens in the same namespace, of another cache or other weights."""
+        """Returns a hasher of the same tokens in the same namespace, of another cache or other weights."""
         other = BlockHasher(spec, namespace=self._namespace)
         other._items, other._ids = self._items, self._ids[:]
         other._hash_full_blocks()
@@ -248,7 +249,7 @@ class BlockHasher:
         return fresh
 
     def _extras(self, first: int, last: int) -> dict[int, bytes]:
-        """The extra bytes of those blocks first..last - 1 that an item overlaps.
+        """Returns the extra bytes of those blocks first..last - 1 that an item overlaps.
 
         An item counts with its key, where its part begins in the item, and where that part lies in
         the block: all that the block's bytes can depend on. So a block does not depend on how far an

@@ -317,7 +317,7 @@ def children_of(node: Node) -> Iterator[Node]:
 
 
 def subtree_of(node: Node) -> list[Node]:
-    """The node and everything below it, parents first."""
+    """Returns the node and everything below it, parents first."""
     found = [node]
     for n in found:  # grows while it is walked
         found.extend(children_of(n))

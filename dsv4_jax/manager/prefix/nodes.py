@@ -83,7 +83,7 @@ class NodeTable:
         return node.epoch is self.epoch and node.state is not S.REMOVED
 
     def check(self, node: Node) -> Node:
-        """The node itself. Raises `IntegrityError` if it is no longer, or never was, of this tree."""
+        """Returns the node itself. Raises `IntegrityError` if it is no longer, or never was, of this tree."""
         if node.epoch is not self.epoch or node.state is S.REMOVED:
             raise IntegrityError(f"{node} is not in this tree: it was removed, or the tree was reset")
         return node

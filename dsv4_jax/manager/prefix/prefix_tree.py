@@ -136,7 +136,7 @@ class PrefixTree:
         return len(self.nodes.published)
 
     def get(self, digest: bytes) -> Node | None:
-        """The published node of this digest."""
+        """Returns the published node of this digest."""
         return self.nodes.published.get(digest)
 
     def is_current(self, node: Node) -> bool:
@@ -148,7 +148,8 @@ class PrefixTree:
         return self.nodes.counts[state]
 
     def held(self, tier: Tier) -> int:
-        """Units of published blocks: on the device, pages of the host (also backups), storage copies without either."""
+        """Returns units of published blocks: on the device, pages of the host (also backups), storage copies without
+        either."""
         if tier is T.HOST:
             return self.nodes.num_host
         states = (S.STORAGE, S.FETCHING)
@@ -157,11 +158,11 @@ class PrefixTree:
         return sum(self.nodes.counts[state] for state in states)
 
     def evictable(self, tier: Tier) -> int:
-        """Unreferenced nodes at rest in this tier. All can leave it, unless moves are under way below some."""
+        """Returns unreferenced nodes at rest in this tier. All can leave it, unless moves are under way below some."""
         return self.nodes.idle[tier]
 
     def evictable_on(self) -> list[int]:
-        """How many device blocks of each rank."""
+        """Returns how many device blocks of each rank."""
         return self.nodes.idle_on
 
     def reset(self) -> None:
@@ -172,7 +173,7 @@ class PrefixTree:
             self._events.emit("cleared", T.NONE)
 
     def match(self, digests: Sequence[bytes], num_tokens: int) -> PrefixMatch:
-        """The longest cached path of these digests, in path order. Changes nothing.
+        """Returns the longest cached path of these digests, in path order. Changes nothing.
 
         At least the prompt's last token stays outside, so that there is something to compute.
 
@@ -270,7 +271,8 @@ class PrefixTree:
     # Writing
 
     def reserve(self, parent: Node | None, digest: bytes, block: int) -> Node:
-        """A node for a block about to be written: nobody can match it until `publish`. Referenced once, by the caller.
+        """Returns a node for a block about to be written: nobody can match it until `publish`. Referenced once, by the
+        caller.
 
         Args:
             parent: the node before it in the caller's path, published or itself reserved; None for a first block.
@@ -341,7 +343,7 @@ class PrefixTree:
         return Published(other, spare)
 
     def add_stored(self, parent: Node | None, digest: bytes) -> Node:
-        """A node for a block found in storage, e.g. after a restart; the existing one if there is one.
+        """Returns a node for a block found in storage, e.g. after a restart; the existing one if there is one.
 
         Raises:
             IntegrityError: the parent is gone or not published.

@@ -15,7 +15,7 @@ __all__ = ["check_range", "packed", "token_ids", "token_list"]
 
 
 def token_ids(tokens: Iterable[int] | np.ndarray, vocab_size: int = INT32_MAX + 1) -> np.ndarray:
-    """The ids as an array, [N] int32. Raises `RequestError` if any is no id of the vocabulary.
+    """Returns the ids as an array, [N] int32. Raises `RequestError` if any is no id of the vocabulary.
 
     Integers of any type are welcome, in a flat array or whatever can be iterated. Booleans and floats are none.
     What an iterator raises is passed on.
@@ -31,7 +31,7 @@ def token_list(
     *,
     copied: Callable[[list[int]], list[int]] = list.copy,
 ) -> tuple[list[int], array[int]]:
-    """The ids as a list and as an array of code "I", both the caller's. Raises as `token_ids`.
+    """Returns the ids as a list and as an array of code "I", both the caller's. Raises as `token_ids`.
 
     The list holds the ints that were given: to make 100,000 new ones takes longer than all else that is done here.
 
@@ -47,7 +47,7 @@ def token_list(
 
 
 def packed(ids: np.ndarray) -> array[int]:
-    """An array of int32 ids, none below 0, as an array of code "I"."""
+    """Returns an array of int32 ids, none below 0, as an array of code "I"."""
     copy = array("I")
     copy.frombytes(np.ascontiguousarray(ids, np.int32).view(np.uint8).data)
     return copy
@@ -60,7 +60,7 @@ def check_range(ids: np.ndarray, vocab_size: int) -> None:
 
 
 def _checked(ids: np.ndarray, vocab_size: int) -> np.ndarray:
-    """An array of ids as int32."""
+    """Returns an array of ids as int32."""
     ids = np.asarray(ids)  # of a masked array the numbers
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise RequestError(f"tokens must be a flat sequence of integers, got {ids.dtype}{list(ids.shape)}")
@@ -79,7 +79,7 @@ def _listed(tokens: Iterable[int]) -> list[int]:
 
 
 def _converted(tokens: list[int], vocab_size: int) -> array[int]:
-    """A list of ids as an array of code "I"."""
+    """Returns a list of ids as an array of code "I"."""
     ids = int_array(tokens, "I")
     if ids is None:
         for token in tokens:

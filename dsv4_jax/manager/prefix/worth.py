@@ -107,5 +107,5 @@ def block_worth(node: Node) -> int:
 
 
 def snapshot_worth(snapshot: Snapshot) -> int:
-    """The worth of a node's snapshot. It grows by itself when one above it is lost."""
+    """Returns the worth of a node's snapshot. It grows by itself when one above it is lost."""
     return snapshot.level + int(snapshot.rate * snapshot.reach)

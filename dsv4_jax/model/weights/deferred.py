@@ -73,7 +73,7 @@ class Deferred:
 
 
 def join(parts: Sequence[Any]) -> Any:
-    """Arrays, or deferred ones, one after the other along their first axis."""
+    """Joins arrays, or deferred ones, one after the other along their first axis."""
     first = parts[0]
     if not isinstance(first, Deferred):
         return jnp.concatenate(parts)
@@ -82,7 +82,7 @@ def join(parts: Sequence[Any]) -> Any:
 
 
 def lengthened(array: Any, rows: int) -> Any:
-    """An array, or a deferred one, with so many rows of zeros behind it."""
+    """Returns an array, or a deferred one, with so many rows of zeros behind it."""
     if not rows:
         return array
     shape = (rows, *array.shape[1:])

@@ -76,7 +76,7 @@ jax.tree_util.register_dataclass(PackedLayers, data_fields=["arrays"], meta_fiel
 
 
 def pack_layers(params: Params) -> Params:
-    """The same parameters with those of all layers in a few arrays (a copy): what to decode with.
+    """Returns the same parameters with those of all layers in a few arrays (a copy): what to decode with.
 
     The MTP layer has arrays of its own. Pack what `stack_projections` returns. `save_hf` takes the parameters as they
     were.

@@ -167,7 +167,7 @@ def _whole(mesh: Mesh, axes: tuple[str, ...], *shards: jax.Array) -> jax.Array:
 
 
 def _made(parts: Sequence[tuple[Params, jax.Device]], progress: Progress | None) -> list[Params]:
-    """The parts, each made on its device by a thread of its own: none waits for another's pieces.
+    """Returns the parts, each made on its device by a thread of its own: none waits for another's pieces.
 
     Progress is told of all together, by one thread at a time. The first error stops them all at their next piece.
     """

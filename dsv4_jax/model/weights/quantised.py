@@ -40,7 +40,7 @@ class Quantised:
         return jnp.dtype(jnp.bfloat16)
 
     def decode(self, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> jax.Array:
-        """The matrix as a plain array."""
+        """Returns the matrix as a plain array."""
         codec = self.format.codec
         return codec.decode(*codec.unpack(*self.parts), dtype)
 

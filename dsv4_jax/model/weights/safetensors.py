@@ -19,7 +19,7 @@ import numpy as np
 
 from ...errors import CheckpointError
 from ...output import open_output
-from ...untrusted import parse_json, shown
+from ...untrusted import brief, parse_json
 
 __all__ = ["Later", "read_safetensors", "write_safetensors"]
 
@@ -78,7 +78,7 @@ def read_safetensors(path: pathlib.Path) -> dict[str, np.ndarray]:
         try:
             entries[name] = _entry(entry, 8 + length, body.size)
         except ValueError as error:
-            raise CheckpointError(f"{path}: tensor {shown(name)} {error}") from None
+            raise CheckpointError(f"{path}: tensor {brief(name)} {error}") from None
     _check_filled(path, entries, body.size)
     return {name: body[e.start : e.end].view(e.dtype).reshape(e.shape) for name, e in entries.items()}
 
@@ -94,19 +94,19 @@ def _mapped(path: pathlib.Path) -> np.ndarray:
 
 
 def _entry(entry: Any, body_start: int, body_size: int) -> _Entry:
-    """A checked entry of the header. Raises `ValueError` that says what the tensor has or does."""
+    """Returns a checked entry of the header. Raises `ValueError` that says what the tensor has or does."""
     fields = entry if isinstance(entry, dict) else {}
     name, shape, offsets = fields.get("dtype"), _sizes(fields.get("shape")), _sizes(fields.get("data_offsets"))
     if not isinstance(name, str) or name not in _DTYPES:
-        raise ValueError(f"has unsupported dtype {shown(name)}")
+        raise ValueError(f"has unsupported dtype {brief(name)}")
     dtype = np.dtype(_DTYPES[name])
     if shape is None or len(shape) > _MAX_DIMS or math.prod(max(n, 1) for n in shape) >= 2**60:
-        raise ValueError(f"has no possible shape: {shown(fields.get('shape'))}")
+        raise ValueError(f"has no possible shape: {brief(fields.get('shape'))}")
     if offsets is None or len(offsets) != 2:
-        raise ValueError(f"has no possible data_offsets: {shown(fields.get('data_offsets'))}")
+        raise ValueError(f"has no possible data_offsets: {brief(fields.get('data_offsets'))}")
     start, end = offsets
     if not start <= end <= body_size or end - start != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"does not fit the file: {dtype} {shown(shape)} in bytes {shown(offsets)} of {body_size}")
+        raise ValueError(f"does not fit the file: {dtype} {brief(shape)} in bytes {brief(offsets)} of {body_size}")
     if (body_start + start) % dtype.itemsize:
         raise ValueError(f"is misaligned: {dtype} at byte {body_start + start}")
     return _Entry(dtype, shape, start, end)
@@ -123,7 +123,7 @@ def _check_filled(path: pathlib.Path, entries: Mapping[str, _Entry], body_size: 
     for name, entry in sorted(entries.items(), key=lambda item: item[1][2:]):
         if entry.start != at:
             problem = f"starts at byte {entry.start}, where the one before it ends at {at}"
-            raise CheckpointError(f"{path}: tensor {shown(name)} {problem}")
+            raise CheckpointError(f"{path}: tensor {brief(name)} {problem}")
         at = entry.end
     if at != body_size:
         raise CheckpointError(f"{path}: {body_size - at} bytes after the last tensor")

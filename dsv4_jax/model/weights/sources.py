@@ -16,7 +16,7 @@ import numpy as np
 from ...config import DSV4Config
 from ...errors import CheckpointError
 from ...formats.weights import WeightFormat, fp4
-from ...untrusted import plain, read_json, shown
+from ...untrusted import brief, plain, read_json
 from .deferred import Deferred
 from .names import EXPERT_MATRICES, MTP, OWN_MTP_TABLES, expert_name, names_of
 from .params import check_expert_ids
@@ -194,7 +194,7 @@ class Source:
     def _scale(
         self, name: str, fmt: WeightFormat, shape: tuple[int, ...], dtypes: tuple[np.dtype, ...], limit: float
     ) -> np.ndarray:
-        """The scales of a matrix of this shape, of one of these dtypes, none greater than `limit`."""
+        """Returns the scales of a matrix of this shape, of one of these dtypes, none greater than `limit`."""
         names = (f"{name}_scale_inv", f"{name.removesuffix('.weight')}.scale")
         found = next((known for known in names if known in self.tensors), None)
         if found is None:
@@ -246,7 +246,7 @@ def _plain(spec: jax.ShapeDtypeStruct, stored: tuple[_Stored, ...]) -> Deferred:
 
 
 def _packed(stored: tuple[_Stored, ...], fmt: WeightFormat, part: int) -> jax.Array:
-    """A part of a packed matrix, or of an expert's gates and ups."""
+    """Returns a part of a packed matrix, or of an expert's gates and ups."""
     if fmt.parts[part].name == "scales":
         return jnp.array(stored[0].bits()[1])
     return _pack(tuple(x.bits() for x in stored), fmt, part)
@@ -288,12 +288,12 @@ def _read_index(path: pathlib.Path) -> dict[str, str]:
         raise CheckpointError(f"{path} holds no weight_map")
     for name, file in where.items():
         if not _is_file_name(file):
-            raise CheckpointError(f"{path} places {plain(name)} in {shown(file)}, which is no plain file name")
+            raise CheckpointError(f"{path} places {plain(name)} in {brief(file)}, which is no plain file name")
     return where
 
 
 def _is_file_name(name: Any) -> bool:
-    """A visible file of this directory, whatever the platform."""
+    """Returns a visible file of this directory, whatever the platform."""
     return (
         isinstance(name, str)
         and 0 < len(name.encode(errors="replace")) <= 255

@@ -85,17 +85,18 @@ class Split:
         return at * np.int32(here) if isinstance(at, jax.Array) else 0
 
     def all_tokens(self, *rows: jax.Array) -> tuple[jax.Array, ...]:
-        """[T, n] each -> [data * T, n], the rows of all data shards."""
+        """Gathers [T, n] each to [data * T, n], the rows of all data shards."""
         return rows if self.data == 1 else ops.all_gather(rows, DATA)
 
     def own_sums(self, sums: jax.Array) -> jax.Array:
-        """[data * T, n] float32, of this device's experts -> [T, n], of all experts, for this shard's tokens."""
+        """Sums [data * T, n] float32 of this device's experts to [T, n] of all experts, for this shard's tokens."""
         if self.data > 1:
             sums = ops.sum_to_owner(sums, DATA)
         return ops.sum_to_all(sums, TENSOR) if self.tensor > 1 else sums
 
     def all_columns(self, x: jax.Array, channel: int = 0) -> jax.Array:
-        """[T, n] of this device's heads, or of its words -> [T, tensor * n] of all. `channel`: of the exchange."""
+        """Gathers [T, n] of this device's heads, or of its words, to [T, tensor * n] of all. `channel`: of the
+        exchange."""
         return x if self.tensor == 1 else ops.all_gather((x,), TENSOR, dimension=1, channel=channel)[0]
 
 

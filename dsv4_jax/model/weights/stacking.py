@@ -62,7 +62,7 @@ jax.tree_util.register_dataclass(Stacked, data_fields=["weight"], meta_fields=["
 
 
 def stack_projections(params: Params) -> Params:
-    """The same parameters with the matrices of each group stacked (a copy): what to decode with.
+    """Returns the same parameters with the matrices of each group stacked (a copy): what to decode with.
 
     `save_hf` and `forward_uncached` take the parameters as they were.
 
@@ -99,7 +99,7 @@ def _stack_connections(layer: Params) -> Params:
 
 
 def _stacked(p: Params, groups: tuple[str, ...]) -> Params:
-    """The same parameters, with the matrices of these groups in stacks."""
+    """Returns the same parameters, with the matrices of these groups in stacks."""
     stacks = {}
     for group in groups:
         alike: dict[Any, list[tuple[str, Matrix]]] = {}

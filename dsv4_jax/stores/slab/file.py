@@ -216,7 +216,7 @@ class SlabFile(OwnedFile):
             self._do(call, self.records, [_bytes(part) for part in padded], offset)
 
     def bounce_buffer(self) -> np.ndarray:
-        """This thread's page-aligned buffer, kept: making one costs as much as filling it."""
+        """Returns this thread's page-aligned buffer, kept: making one costs as much as filling it."""
         if not hasattr(self._local, "bounce"):
             self._local.bounce = _pages(max(_BATCH_BYTES, self.stride))
         return self._local.bounce

@@ -88,7 +88,7 @@ class OwnedFile:
                 os.unlink(self.path)
 
     def open_direct(self) -> int:
-        """The same file once more, with O_DIRECT: not by its path, which may mean another one by now."""
+        """Returns the same file once more, with O_DIRECT: not by its path, which may mean another one by now."""
         try:
             self._files.append(os.open(f"/proc/self/fd/{self.file}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC))
         except OSError as error:

@@ -21,8 +21,8 @@ _POOL = "a HostCache is published by publish_host(host), never as a view or a co
 
 
 def check_pages(layout: CacheLayout, pages: Any) -> list[np.ndarray]:
-    """The memories, of each rank. Raises `ShapeError` unless they are [1 + n, page_bytes(layout)], as many each, and an
-    engine can write to them."""
+    """Returns the memories, of each rank. Raises `ShapeError` unless they are [1 + n, page_bytes(layout)], as many
+    each, and an engine can write to them."""
     memories = [*pages] if isinstance(pages, list | tuple) else [pages]
     if not memories:
         raise ShapeError("pages are of no rank")
@@ -41,7 +41,8 @@ def check_pages(layout: CacheLayout, pages: Any) -> list[np.ndarray]:
 def check_ids(
     layout: CacheLayout, kind: RecordKind, side: str, ids: Sequence[int] | np.ndarray, num_pages: int
 ) -> list[int]:
-    """The ids as integers. Raises `TransferError`: one is no page of that side, or they are no whole records."""
+    """Returns the ids as integers. Raises `TransferError`: one is no page of that side, or they are no whole
+    records."""
     if kind not in get_args(RecordKind):
         raise TransferError(f"kind must be 'block' or 'snapshot', got {shown(kind)}")
     if kind == "block" and not block_record(layout).bytes:

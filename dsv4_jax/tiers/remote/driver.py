@@ -152,7 +152,7 @@ class RemoteDriver:
         return handoff
 
     def take_handoffs(self) -> list[Handoff]:
-        """Hand-offs to be sent now (`to_json`), in the order exported. None of a lease that has ended."""
+        """Returns the hand-offs to be sent now (`to_json`), in the order exported. None of a lease that has ended."""
         ready, self._ready = self._ready, []
         return [handoff for handoff in ready if self._manager.leases.is_sound(handoff.lease)]
 

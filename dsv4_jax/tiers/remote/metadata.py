@@ -62,7 +62,7 @@ class PoolMetadata:
 
     @staticmethod
     def unpack(data: bytes) -> PoolMetadata:
-        """What `pack` made. Raises `TransferError`, which says in one line what is wrong, for anything else."""
+        """Returns what `pack` made. Raises `TransferError`, which says in one line what is wrong, for anything else."""
         if not isinstance(data, bytes):
             raise TransferError(f"a peer's metadata must be bytes, got {type(data).__name__}")
         if len(data) > MAX_METADATA:

@@ -215,7 +215,8 @@ class RecordTransport:
             return peer
 
     def checksums(self, kind: RecordKind, pages: Ids) -> list[bytes]:
-        """16 bytes for each of these pages of ours, which vouch for its bytes, its kind and its layout to a reader.
+        """Returns 16 bytes for each of these pages of ours, which vouch for its bytes, its kind and its layout to a
+        reader.
 
         Raises:
             TransferError: as `read`.
