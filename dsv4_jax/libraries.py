@@ -22,7 +22,7 @@ from typing import Literal
 from .errors import ImplementationError
 
 __all__ = [
-    "LEAST_DRIVERS",
+    "MIN_DRIVERS",
     "Platform",
     "built_folder",
     "cpu_path",
@@ -45,7 +45,7 @@ _PACKAGE = pathlib.Path(__file__).parent
 _SUFFIXES = {"CPU": (".cc", ".h"), "CUDA": (".cu", ".cuh", ".h")}
 # The least NVIDIA driver that runs what a CUDA toolkit of this major version built (NVIDIA's minor version
 # compatibility); the library holds machine code and its own runtime, so nothing else of the toolkit matters.
-LEAST_DRIVERS = {12: "525", 13: "580"}
+MIN_DRIVERS = {12: "525", 13: "580"}
 
 
 def in_checkout() -> bool:
@@ -115,7 +115,7 @@ def open_cuda() -> ctypes.CDLL:
     if driver is not None and driver // 1000 < needed // 1000:
         raise ImplementationError(
             f"the CUDA library {path} was built with CUDA {spelled(needed)} and needs a driver of "
-            f"{LEAST_DRIVERS.get(needed // 1000, 'a later generation')} or later; this machine's runs CUDA "
+            f"{MIN_DRIVERS.get(needed // 1000, 'a later generation')} or later; this machine's runs CUDA "
             f"{spelled(driver)} at most: `dsv4-jax build` with a toolkit of CUDA {driver // 1000}, or a newer driver"
         )
     return library

@@ -87,7 +87,7 @@ def choose_nvcc(named: str | os.PathLike[str] | None = None) -> Compiler:
         generation = compilers[0].version // 1000
         raise ImplementationError(
             f"{compilers[0].path} is of CUDA {libraries.spelled(compilers[0].version)}, whose code needs a driver of "
-            f"{libraries.LEAST_DRIVERS.get(generation, 'a later generation')} or later; this machine's runs CUDA "
+            f"{libraries.MIN_DRIVERS.get(generation, 'a later generation')} or later; this machine's runs CUDA "
             f"{libraries.spelled(driver)} at most: install a toolkit of CUDA {driver // 1000}, or a newer driver"
         )
     return fit[0]

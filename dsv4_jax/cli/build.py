@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
     with Progress("build") as progress:
         made = native_build.build(nvcc, architectures=args.architectures, jobs=args.jobs, report=report)
-    least = libraries.LEAST_DRIVERS.get(nvcc.version // 1000) if nvcc else None
+    least = libraries.MIN_DRIVERS.get(nvcc.version // 1000) if nvcc else None
     cuda = libraries.spelled(nvcc.version) if nvcc else None
     if least:
         say(f"built with CUDA {cuda}: needs a driver of {least} or later")

@@ -123,7 +123,7 @@ def _cuda_build() -> dict[str, str | None]:
     toolkit, driver = libraries.library_cuda(), libraries.driver_cuda()
     return {
         "toolkit": toolkit,
-        "least_driver": libraries.LEAST_DRIVERS.get(int(toolkit.split(".")[0])) if toolkit else None,
+        "least_driver": libraries.MIN_DRIVERS.get(int(toolkit.split(".")[0])) if toolkit else None,
         "driver_runs": libraries.spelled(driver) if driver else None,
     }
 

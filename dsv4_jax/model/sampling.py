@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..checks import as_int
+from ..checks import check_integer
 from ..errors import RequestError
 from ..untrusted import brief
 
@@ -40,12 +40,9 @@ class Sampling:
         for name, value in (("temperature", warm), ("top_p", self.top_p)):
             if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
                 raise RequestError(f"{name} must be a number, got {brief(value)}")
-        if as_int(self.top_k) is None:
-            raise RequestError(f"top_k must be an integer, got {brief(self.top_k)}")
+        check_integer("top_k", self.top_k, error=RequestError)
         if not (math.isfinite(warm) and (warm == 0 or 1e-30 <= warm <= 1e30)):
             raise RequestError(f"temperature must be finite and at least 0 (1e-30 to 1e30, or 0), got {warm}")
-        if self.top_k < 0:
-            raise RequestError(f"top_k must be at least 0, got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise RequestError(f"top_p must be in (0, 1], got {self.top_p}")
 

@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from ..checks import shown
+from ..checks import INT32_MAX, check_integer
 from ..errors import ShapeError
 from ..formats.weights import fp8
 from ..formats.weights.fp8 import BLOCK, TILE_BYTES, TILE_COLUMNS, TILE_ROWS
@@ -84,9 +84,12 @@ def dense_fp8(
     if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
         raise ShapeError(f"dense_fp8: dtype is {jnp.dtype(dtype).name}, expected float32 or bfloat16")
     rows = tiles * TILE_ROWS
-    if not (whole_rows is None or (isinstance(whole_rows, int) and rows <= whole_rows < 1 << 31)):
-        raise ShapeError(f"dense_fp8: {rows} rows of weights of whole_rows={shown(whole_rows)}")
-    arguments = DenseFp8Arguments(x, codes, scales, groups, jnp.dtype(dtype), whole_rows or rows)
+    whole = (
+        rows
+        if whole_rows is None
+        else check_integer("dense_fp8: whole_rows", whole_rows, rows, INT32_MAX, error=ShapeError)
+    )
+    arguments = DenseFp8Arguments(x, codes, scales, groups, jnp.dtype(dtype), whole)
     return run("dense_fp8", arguments, implementation)
 
 

@@ -35,7 +35,7 @@ __all__ = ["IMPLEMENTATION", "call", "rows_per_program", "supports"]
 WARPS = 4  # of a program
 # Of K and V that a program reads: 128 bytes a thread, and 8 programs on an SM have 128 KB on their way.
 PROGRAM_BYTES = 16 << 10
-_MOST_BITS = 0x7F7FFFFF  # of the greatest float32
+_MAX_BITS = 0x7F7FFFFF  # of the greatest float32
 PROGRAMS = 512  # at least so many (a few on each SM), or one for every row
 
 
@@ -132,7 +132,7 @@ def _fp8(tiles):
         factor = power_of_two(-exponent)[:, None]
         return (*(e4m3_codes(flush_subnormals(x) * factor) for x in values), power_of_two(exponent))
 
-    *codes, scale = lax.cond(most.max() <= np.int32(_MOST_BITS), finite, any_values)
+    *codes, scale = lax.cond(most.max() <= np.int32(_MAX_BITS), finite, any_values)
     return list(zip(columns, codes, strict=True)), scale
 
 

@@ -77,7 +77,7 @@ def test_no_rows() -> None:
         ({"groups": 3, "x": jnp.zeros((2, 1152))}, "x has 1152 columns, 3 groups of weights .*, and rows in 64s each"),
         ({"groups": 0}, "x has 384 columns, 0 groups"),
         ({"dtype": jnp.float16}, "dtype is float16, expected float32 or bfloat16"),
-        ({"whole_rows": 64}, "128 rows of weights of whole_rows=64"),
+        ({"whole_rows": 64}, "whole_rows must be an integer from 128 to 2147483647, got 64"),
         ({"x": jnp.zeros((2, 384), jnp.int32)}, r"x is int32 \[2, 384\], expected float"),
     ],
 )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from ...checks import as_int, shown
+from ...checks import check_integer
 from ...config import DSV4Config
 from ...errors import ConfigError
 from ...formats.weights import WeightFormat
@@ -57,9 +57,7 @@ def init_params(
         LayoutError: as `shard_params`.
     """
     specs = param_specs(cfg, weights, mtp=mtp)
-    number = as_int(seed)
-    if number is None or not 0 <= number < 2**64:
-        raise ConfigError("seed", f"expected an integer of 0..2^64 - 1, got {shown(seed)}")
+    number = check_integer("seed", seed, 0, 2**64 - 1, error=functools.partial(ConfigError, None))
     last = {MTP: specs.pop(MTP)} if mtp else {}
     draw = _on_device(cfg, number) if isinstance(weights, str) and weights == RELEASED else _on_host(cfg, number)
     params = {}

@@ -8,7 +8,7 @@ import hashlib
 import json
 from typing import Any
 
-from ...checks import INT32_MAX, shown
+from ...checks import INT32_MAX, check_integer, shown
 from ...errors import LayoutError, TransferError
 from ...layout import CacheLayout
 from ...records import page_bytes, snapshot_record
@@ -87,8 +87,7 @@ def _checked(value: Any) -> dict[str, Any]:
         raise ValueError(f"its format is {shown(value['format'])}, only {_FORMAT!r} can be read")
     fields = {name: value[name] for name in names}
     for name in ("num_pages", "page_bytes"):
-        if type(fields[name]) is not int or not 1 <= fields[name] <= INT32_MAX:
-            raise ValueError(f"{name} must be an integer of 1..{INT32_MAX}, got {shown(fields[name])}")
+        check_integer(name, fields[name], 1, INT32_MAX, error=ValueError)
     for name in ("engine", "host", "block_fingerprint", "snapshot_fingerprint", "reach"):
         if not isinstance(fields[name], str):
             raise ValueError(f"{name} must be a string, got {shown(fields[name])}")
