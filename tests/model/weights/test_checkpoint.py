@@ -13,7 +13,7 @@ from dsv4_jax import AttentionType, DSV4Config, model
 from dsv4_jax.errors import CheckpointError, ConfigError
 from dsv4_jax.model.weights.safetensors import read_safetensors, write_safetensors
 
-from .feeding import uncached
+from ..feeding import uncached
 
 SWA, CSA, HCA = AttentionType
 CFG = DSV4Config.tiny(layer_types=(SWA, CSA, HCA), num_mtp_layers=1)
