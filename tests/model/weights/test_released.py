@@ -155,9 +155,7 @@ def test_random_ones_are_drawn_packed_or_not() -> None:
 @pytest.mark.parametrize("seed", [-1, 2**64, 1.5, True, None])
 @pytest.mark.parametrize("weights", ["released", "float32"])
 def test_a_seed_has_64_bits(seed, weights: str) -> None:
-    with pytest.raises(
-        ConfigError, match="seed must be an integer (of at least 0|from 0 to 18446744073709551615), got"
-    ):
+    with pytest.raises(ConfigError, match=r"seed must be an integer (of at least 0|from 0 to \d+), got"):
         model.init_params(CFG, seed, weights)
 
 
