@@ -41,6 +41,7 @@ from dsv4_jax.tiers.remote import RecordTransport, RemoteDriver
 from dsv4_jax.tiers.storage_driver import StorageDriver
 from dsv4_jax.transports import open_engine
 
+from .model.feeding import V4_WIDTHS
 from .oracle import attention as oracle
 
 SWA, CSA, HCA = AttentionType
@@ -49,13 +50,7 @@ CFG = DSV4Config.tiny(layer_types=(CSA, HCA), o_groups=4, n_routed_experts=8)
 # V4's attention widths, so that every kernel takes part.
 WIDE = dataclasses.replace(
     CFG,
-    head_dim=512,
-    rope_dim=64,
-    index_head_dim=128,
-    index_n_heads=64,
-    num_attention_heads=64,
-    sliding_window=128,
-    hca_ratio=128,
+    **V4_WIDTHS,
     hidden_size=256,
     q_lora_rank=128,
     o_lora_rank=128,

@@ -15,7 +15,7 @@ from dsv4_jax.records import block_record, state_record
 from dsv4_jax.tiers import record_copy, swap
 from dsv4_jax.tiers.host_cache import HostCache
 
-from ..model.feeding import CSA, HCA, SWA, decode_step, prefill
+from ..model.feeding import CSA, HCA, SWA, V4_WIDTHS, decode_step, prefill
 from ..native import run_sanitized
 from ..tiers.test_host_cache import check_next_tokens
 from ..tiers.test_swap import TestFfi as Swaps
@@ -62,13 +62,7 @@ def test_next_tokens_after_a_round_trip_and_after_preemption_on_the_gpu() -> Non
     assert record_copy.choose_implementation(None) == "ffi"
     cfg = DSV4Config.tiny(
         layer_types=(SWA, CSA, HCA),
-        head_dim=512,
-        rope_dim=64,
-        index_head_dim=128,
-        index_n_heads=64,
-        num_attention_heads=64,
-        sliding_window=128,
-        hca_ratio=128,
+        **V4_WIDTHS,
     )
     check_next_tokens(cfg, prefill, decode_step, chunk=64, prompt=300, decoded=6, weights="bfloat16")
 

@@ -21,6 +21,28 @@ uncached = jax.jit(model.forward_uncached, static_argnums=0)
 
 SWA, CSA, HCA = AttentionType
 CFG = DSV4Config.tiny(layer_types=(SWA, CSA, HCA), sliding_window=13)  # what tests of the model share
+# Of attention as V4 has it, so that every kernel takes part; and of steps that compile in no time.
+V4_WIDTHS = dict(
+    head_dim=512,
+    rope_dim=64,
+    index_head_dim=128,
+    index_n_heads=64,
+    num_attention_heads=64,
+    sliding_window=128,
+    hca_ratio=128,
+)
+SMALL_WIDTHS = dict(
+    vocab_size=32,
+    hidden_size=32,
+    num_attention_heads=2,
+    q_lora_rank=16,
+    o_lora_rank=8,
+    sliding_window=6,
+    index_n_heads=2,
+    index_topk=3,
+    hca_ratio=8,
+    moe_intermediate_size=16,
+)
 
 TEXT = (
     "A cache is a promise about the past: what was computed once need not be computed again, provided that it can "

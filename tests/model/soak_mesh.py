@@ -48,21 +48,14 @@ from dsv4_jax.manager.transfers import Transfers
 from dsv4_jax.ops.exchange_buffers import open_exchanges
 from dsv4_jax.plan import StepPlan
 
+from .feeding import SMALL_WIDTHS
+
 SWA, CSA, HCA = AttentionType
 # Blocks of 8 tokens, so that few steps fill many; heads, groups and experts divide by four devices.
 TINY = DSV4Config.tiny(
-    vocab_size=32,
-    hidden_size=32,
+    **(SMALL_WIDTHS | dict(num_attention_heads=4)),
     layer_types=(CSA, HCA),
-    num_attention_heads=4,
     o_groups=4,
-    q_lora_rank=16,
-    o_lora_rank=8,
-    sliding_window=6,
-    index_n_heads=2,
-    index_topk=3,
-    hca_ratio=8,
-    moe_intermediate_size=16,
     n_routed_experts=8,
     num_experts_per_tok=3,
     max_position_embeddings=64,

@@ -12,7 +12,7 @@ from dsv4_jax.layout import CacheSize
 from dsv4_jax.manager import KVCacheManager
 
 from . import released
-from .feeding import CFG, decode_step, prefill, text_tokens
+from .feeding import CFG, V4_WIDTHS, decode_step, prefill, text_tokens
 
 
 def decoded_logits(params: model.Params, layout: CacheLayout, lengths: list[int], rows: int, steps: int) -> np.ndarray:
@@ -64,13 +64,7 @@ def test_alone_and_among_63_others_on_the_gpu(weights: str) -> None:
     """V4's widths of attention and of hyper-connections, so that every kernel takes part."""
     cfg = dataclasses.replace(
         DSV4Config.tiny(),
-        head_dim=512,
-        rope_dim=64,
-        index_head_dim=128,
-        index_n_heads=64,
-        num_attention_heads=64,
-        sliding_window=128,
-        hca_ratio=128,
+        **V4_WIDTHS,
         hidden_size=4096,
         hc_mult=4,
         q_lora_rank=128,

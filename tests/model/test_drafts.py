@@ -21,7 +21,7 @@ from dsv4_jax.model.sampling import Sampling, distribution, sample
 from dsv4_jax.model.speculative import accept, verify
 
 from . import test_mtp
-from .feeding import feed, text_tokens
+from .feeding import V4_WIDTHS, feed, text_tokens
 from .test_mtp import HCA, TEXT
 
 CFG = dataclasses.replace(test_mtp.CFG, layer_types=(HCA,))  # all kinds are in test_mtp
@@ -282,13 +282,7 @@ def check_greedy(cfg: DSV4Config, drafts: int) -> float:
 def test_greedy_output_on_the_gpu() -> None:
     """V4's attention widths, so that every kernel takes part."""
     cfg = DSV4Config.tiny(
-        head_dim=512,
-        rope_dim=64,
-        index_head_dim=128,
-        index_n_heads=64,
-        num_attention_heads=64,
-        sliding_window=128,
-        hca_ratio=128,
+        **V4_WIDTHS,
         hidden_size=256,
         q_lora_rank=128,
         o_lora_rank=64,

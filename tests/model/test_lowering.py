@@ -28,18 +28,13 @@ from dsv4_jax.plan import StepPlan
 from dsv4_jax.sharding import stack_plans
 
 from ..ops.ordering import checked
+from .feeding import V4_WIDTHS
 from .released import CFG
 
 # As wide as V4 where kernels ask for it, hyper-connections among them.
 WIDE = dataclasses.replace(
     CFG,
-    head_dim=512,
-    rope_dim=64,
-    index_head_dim=128,
-    index_n_heads=64,
-    num_attention_heads=64,
-    sliding_window=128,
-    hca_ratio=128,
+    **V4_WIDTHS,
     hidden_size=4096,
     moe_intermediate_size=256,
     hc_mult=4,

@@ -42,6 +42,7 @@ from dsv4_jax.model.weights.split import BLOCKS, Split, check_split
 from dsv4_jax.ops import registry
 
 from . import released, soak_mesh
+from .feeding import V4_WIDTHS
 
 SWA, CSA, HCA = AttentionType
 SIZE = CacheSize(num_blocks=8, num_slots=2, max_blocks_per_request=4)
@@ -61,13 +62,7 @@ RELEASED = dataclasses.replace(
 # V4's attention widths, so that every kernel takes part.
 WIDE = dataclasses.replace(
     DSV4Config.tiny(),
-    head_dim=512,
-    rope_dim=64,
-    index_head_dim=128,
-    index_n_heads=64,
-    num_attention_heads=64,
-    sliding_window=128,
-    hca_ratio=128,
+    **V4_WIDTHS,
     hidden_size=256,
     q_lora_rank=128,
     o_lora_rank=128,

@@ -17,22 +17,10 @@ from dsv4_jax.testing import StepRunner
 from dsv4_jax.testing.live import assert_same_bytes
 from dsv4_jax.testing.serving import Mixes
 
+from .feeding import SMALL_WIDTHS
+
 SWA, CSA, HCA = AttentionType
-CFG = DSV4Config.tiny(
-    vocab_size=32,
-    hidden_size=32,
-    layer_types=(SWA, CSA, HCA),
-    num_attention_heads=2,
-    q_lora_rank=16,
-    o_lora_rank=8,
-    sliding_window=6,
-    index_n_heads=2,
-    index_topk=3,
-    hca_ratio=8,
-    moe_intermediate_size=16,
-    max_position_embeddings=64,
-    num_mtp_layers=1,
-)
+CFG = DSV4Config.tiny(**SMALL_WIDTHS, layer_types=(SWA, CSA, HCA), max_position_embeddings=64, num_mtp_layers=1)
 LAYOUT = CacheLayout(CFG, "f32", "f32", block_tokens=8, draft_tokens=2, include_mtp=True)
 TEXT = np.random.default_rng(0).integers(0, 32, 60).tolist()
 

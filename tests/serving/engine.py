@@ -7,21 +7,10 @@ import functools
 from dsv4_jax import AttentionType, CacheLayout, DSV4Config, model
 from dsv4_jax.testing import StepRunner
 
+from ..model.feeding import SMALL_WIDTHS
+
 SWA, CSA, HCA = AttentionType
-CFG = DSV4Config.tiny(
-    vocab_size=32,
-    hidden_size=32,
-    layer_types=(SWA, CSA, HCA),
-    num_attention_heads=2,
-    q_lora_rank=16,
-    o_lora_rank=8,
-    sliding_window=6,
-    index_n_heads=2,
-    index_topk=3,
-    hca_ratio=8,
-    moe_intermediate_size=16,
-    max_position_embeddings=64,
-)
+CFG = DSV4Config.tiny(**SMALL_WIDTHS, layer_types=(SWA, CSA, HCA), max_position_embeddings=64)
 
 
 @functools.cache

@@ -28,21 +28,10 @@ from dsv4_jax.testing.invariance import chunkings
 from dsv4_jax.testing.live import Held, assert_untouched
 from dsv4_jax.testing.mixes import Mix
 
+from ..model.feeding import SMALL_WIDTHS
+
 _, CSA, HCA = AttentionType
-CFG = DSV4Config.tiny(
-    vocab_size=32,
-    hidden_size=32,
-    layer_types=(CSA, HCA),
-    num_attention_heads=2,
-    q_lora_rank=16,
-    o_lora_rank=8,
-    sliding_window=6,
-    index_n_heads=2,
-    index_topk=3,
-    hca_ratio=8,
-    moe_intermediate_size=16,
-    max_position_embeddings=64,
-)
+CFG = DSV4Config.tiny(**SMALL_WIDTHS, layer_types=(CSA, HCA), max_position_embeddings=64)
 LAYOUT = CacheLayout(CFG, "f32", "f32", block_tokens=8)
 PARAMS = model.init_params(CFG, 0)
 RNG = np.random.default_rng(0)

@@ -28,7 +28,7 @@ from dsv4_jax.model.weights.params import is_leaf
 from dsv4_jax.model.weights.quantised import Quantised
 
 from .. import released
-from ..feeding import feed, text_tokens, uncached
+from ..feeding import V4_WIDTHS, feed, text_tokens, uncached
 from ..released import CFG
 
 TENSORS = released.tensors()
@@ -354,13 +354,7 @@ def test_decode_steps_on_a_gpu_call_the_kernels(monkeypatch) -> None:
     """Lowered for one: a layer has six dense products, one router, and its experts in one call."""
     cfg = dataclasses.replace(
         CFG,
-        head_dim=512,
-        rope_dim=64,
-        index_head_dim=128,
-        index_n_heads=64,
-        num_attention_heads=64,
-        sliding_window=128,
-        hca_ratio=128,
+        **V4_WIDTHS,
         hidden_size=256,
         moe_intermediate_size=256,
     )
