@@ -83,7 +83,7 @@ class EventLog:
         self._events.append(BlockEvent(self.last + 1, kind, tier, digest, parent))
 
     def emit_all(self, kind: str, tier: Tier, blocks: Iterable[tuple[bytes | None, bytes | None]]) -> None:
-        """Events of one kind, for (digest, parent) each: all of them or, if interrupted, none."""
+        """Emits events of one kind, for (digest, parent) each: all of them or, if interrupted, none."""
         self._events.extend([BlockEvent(n, kind, tier, *block) for n, block in enumerate(blocks, self.last + 1)])
 
     def rewind(self, sequence: int) -> None:

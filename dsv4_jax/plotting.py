@@ -150,7 +150,8 @@ def token_ticks(axis: Any, values: Sequence[int], high: int = 9) -> None:
 
 
 def plain_log(axis: Any, low: float, high: float) -> None:
-    """A logarithmic axis with its numbers written out: 0.1, 1, 10, 1,000; between them 2 and 5 where there is room."""
+    """Makes an axis logarithmic with its numbers written out: 0.1, 1, 10, 1,000; between them 2 and 5 where there is
+    room."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     step = max(1, -(-(last - first) // 8))
     values = [10.0**power for power in range(first, last + 1, step)]
@@ -164,7 +165,7 @@ def _plain(value: float) -> str:
 
 
 def tick(axis: Any, values: Sequence[Any], text: Callable[[Any], str] = "{:,}".format) -> None:
-    """Ticks at these values and nowhere else."""
+    """Puts ticks at these values and nowhere else."""
     from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
     axis.set_major_locator(FixedLocator(list(values)))
@@ -173,7 +174,7 @@ def tick(axis: Any, values: Sequence[Any], text: Callable[[Any], str] = "{:,}".f
 
 
 def whole(axis: Any) -> None:
-    """Ticks at integers: of what is counted."""
+    """Puts ticks at integers: of what is counted."""
     from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
     axis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))

@@ -198,7 +198,8 @@ class Lifecycle:
 
     @staticmethod
     def forget_computed(spec: HashSpec, requests: Iterable[Request]) -> None:
-        """Preempted requests compute all their tokens again: nothing is cached any more, and digests are of `spec`."""
+        """Makes preempted requests compute all their tokens again: nothing is cached any more, and digests are of
+        `spec`."""
         for request in requests:
             request.parked, request.forked = None, None
             request.written, request.attached = [], []

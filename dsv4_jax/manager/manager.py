@@ -862,7 +862,7 @@ class KVCacheManager:
         return collect(self.layout, self.size, self.book, self.cache)
 
     def check_integrity(self) -> None:
-        """The books agree with each other. For tests: O(blocks).
+        """Checks that the books agree with each other. For tests: O(blocks).
 
         Raises:
             IntegrityError: they do not.

@@ -194,7 +194,7 @@ class RemoteTier:
         return arrival
 
     def extend(self, arrival: Arrival, handoff: bytes) -> None:
-        """The next part of the same lease. One that came before changes nothing but how long the lease lasts.
+        """Takes the next part of the same lease. One that came before changes nothing but how long the lease lasts.
 
         Nor does one before which others are missing: it sets `Arrival.asks`.
 

@@ -226,6 +226,6 @@ def _one_token_each(plan: StepPlan | PackedPlan) -> StepPlan:
 
 
 def embed(params: Params, tokens: jax.Array, cfg: DSV4Config) -> Residual:
-    """Every stream starts as the token's embedding. [T] -> [T, n, hidden]"""
+    """Starts every stream as the token's embedding. [T] -> [T, n, hidden]"""
     x = params["embed"][tokens].astype(jnp.float32)
     return Residual(jnp.broadcast_to(x[:, None], (x.shape[0], cfg.hc_mult, x.shape[1])))

@@ -56,7 +56,7 @@ def product(
 
 
 def matmul(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Einsum in float32. HIGHEST, because GPUs would otherwise round float32 factors to TF32."""
+    """Does an einsum in float32. HIGHEST, because GPUs would otherwise round float32 factors to TF32."""
     return jnp.einsum(spec, x.astype(jnp.float32), y.astype(jnp.float32), precision=lax.Precision.HIGHEST)
 
 

@@ -59,7 +59,7 @@ class RadixCache:
         )
 
     def check_integrity(self) -> None:
-        """The books against each other. For tests: O(tokens). Raises `IntegrityError`."""
+        """Checks the books against each other. For tests: O(tokens). Raises `IntegrityError`."""
         self._tree.check_integrity()
 
     @property

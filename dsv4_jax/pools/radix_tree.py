@@ -65,7 +65,7 @@ class RadixTree:
         self.rebuild_queues()
 
     def rebuild_queues(self) -> None:
-        """The eviction queues from the tree."""
+        """Makes the eviction queues anew from the tree."""
         self.leaves = EvictionQueue(RadixQueues.LEAF, _is_loose_leaf, _used)
         self.windows = EvictionQueue(RadixQueues.WINDOW, _has_loose_window, _used)
         self.snapshots = EvictionQueue(RadixQueues.SNAPSHOT, _has_loose_snapshot, _used)
@@ -75,7 +75,7 @@ class RadixTree:
                 queue.push(node)
 
     def check_integrity(self) -> None:
-        """The tree's books against the tree itself. Raises `IntegrityError`."""
+        """Checks the tree's books against the tree itself. Raises `IntegrityError`."""
         nodes = list(self.nodes())
         ids = np.concatenate([_NONE, *(n.ids for n in nodes)])
         rows = np.concatenate([_NONE, *(n.window_ids for n in nodes if n.window_ids is not None)])

@@ -96,7 +96,7 @@ class Slots:
         self._free = sorted(set(range(self._first, self._first + self._count)) - self._held)
 
     def check_integrity(self) -> None:
-        """Free and held slots partition the range. Raises `IntegrityError`."""
+        """Checks that free and held slots partition the range. Raises `IntegrityError`."""
         if sorted([*self._free, *self._held]) != list(range(self._first, self._first + self._count)):
             raise IntegrityError(
                 f"{self._unit}: free {sorted(self._free)} and held {sorted(self._held)} are not all, once"

@@ -121,7 +121,7 @@ class ShadowDevice:
             _put(self._pages, ours, other._pages.get(theirs))
 
     def begin(self, plan: StepPlan) -> None:
-        """The plan's copies and table entries."""
+        """Carries out the plan's copies and table entries."""
         for held, source, target in (
             (self._slots, plan.copy_slot_src, plan.copy_slot_dst),
             (self._blocks, plan.copy_block_src, plan.copy_block_dst),
@@ -138,7 +138,8 @@ class ShadowDevice:
                 row[column] = block
 
     def compute(self, text: Text, slot: int, start: int, count: int, *, check_blocks: bool) -> None:
-        """One sequence of a step: checks the state it starts from (and the blocks before it), then writes its own."""
+        """Computes one sequence of a step: checks the state it starts from (and the blocks before it), then writes its
+        own."""
         block, end, row = self._block, start + count, self._table[slot]
         if start:
             self._check([self._slots.get(slot)], [text.content(start)])

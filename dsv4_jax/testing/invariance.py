@@ -40,7 +40,7 @@ def assert_chunking_invariant(
 
 
 def chunkings(runner: StepRunner, total: int, seed: int = 0) -> Iterator[list[int]]:
-    """Ways to cut `total` tokens: as large as may be, odd sizes, sizes around the ratios, and ragged ones."""
+    """Yields ways to cut `total` tokens: as large as may be, odd sizes, sizes around the ratios, and ragged ones."""
     cfg, most, rng = runner.layout.cfg, runner.shape.tokens, np.random.default_rng(seed)
     ragged = rng.integers(1, 1 + most, total).tolist()
     around = [cfg.csa_ratio - 1, cfg.csa_ratio + 1, cfg.hca_ratio - 1, cfg.hca_ratio + 1]
@@ -93,7 +93,7 @@ def assert_batch_invariant(runner: StepRunner, prompts: Sequence[Sequence[int]],
 
 
 def assert_same_logits(actual: np.ndarray, expected: np.ndarray, context: str = "") -> None:
-    """Equal bits of two arrays [N, vocab], row by row.
+    """Asserts equal bits of two arrays [N, vocab], row by row.
 
     Raises:
         AssertionError: names the first row that differs.

@@ -86,7 +86,7 @@ def assert_same_cache(cache: KVCache, held: Held, other: KVCache, other_held: He
 
 
 def assert_same_bytes(actual: Live, expected: Live, context: str = "") -> None:
-    """Equal bytes, part by part, of two results of `live_bytes`."""
+    """Asserts equal bytes, part by part, of two results of `live_bytes`."""
     context = _prefix(context)
     if actual.keys() != expected.keys():
         raise AssertionError(f"{context}pools {sorted(actual)}, expected {sorted(expected)}")

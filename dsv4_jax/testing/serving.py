@@ -64,7 +64,7 @@ class Mixes:
         self.host = init_host_cache(runner.layout, records.num_pages)
 
     def run(self, seed: int, kind: type[Mix] = Mix) -> None:
-        """One mix. Raises `AssertionError` if anything in it is not as in a lone, cold run."""
+        """Runs one mix. Raises `AssertionError` if anything in it is not as in a lone, cold run."""
         mix = kind(self.runner, self.cache, self.host, seed, self.seen)
         try:
             mix.run()

@@ -42,7 +42,7 @@ class Holds:
         self.active: dict[Hold, None] = {}
 
     def clear(self) -> None:
-        """The tree forgets all nodes, and with them who held them."""
+        """Forgets all nodes, as the tree does, and with them who held them."""
         self.active.clear()
 
     def open(self) -> Hold:

@@ -22,7 +22,8 @@ class BlockMoves:
         self._nodes = nodes
 
     def begin_backup(self, node: Node, host: int) -> None:
-        """Device to host copy of a published block. It stays matchable, and on the device until `complete`."""
+        """Begins the copy of a published block from device to host. It stays matchable, and on the device until
+        `complete`."""
         if self._nodes.check(node).host:
             raise IntegrityError(f"{node} has a host copy already")
         self._begin(node, S.BACKING_UP, host=host)
@@ -32,17 +33,17 @@ class BlockMoves:
         self._begin(node, S.OFFLOADING, host=host)
 
     def begin_load(self, node: Node, block: int) -> None:
-        """Host to device copy, parents first."""
+        """Begins a copy from host to device, parents first."""
         self._begin(node, S.LOADING, block=block)
 
     def begin_persist(self, node: Node) -> None:
-        """Host to storage copy. The block stays matchable."""
+        """Begins a copy from host to storage. The block stays matchable."""
         if self._nodes.check(node).stored:
             raise IntegrityError(f"{node} has a storage copy already")
         self._begin(node, S.PERSISTING)
 
     def begin_fetch(self, node: Node, host: int) -> None:
-        """Storage to host copy, parents first."""
+        """Begins a copy from storage to host, parents first."""
         self._begin(node, S.FETCHING, host=host)
 
     def complete(self, node: Node) -> Freed:

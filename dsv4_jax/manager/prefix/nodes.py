@@ -120,7 +120,7 @@ class NodeTable:
             self._idle_on[node.depth % self._ranks] += by
 
     def set_state(self, node: Node, state: NodeState) -> None:
-        """The only place where a state changes. Raises `IntegrityError`, then nothing has changed."""
+        """Sets a state, which no other place does. Raises `IntegrityError`, then nothing has changed."""
         old, parent = node.state, node.parent
         if state not in TRANSITIONS[old]:
             raise IntegrityError(f"{node} cannot become {state.value}")
@@ -171,7 +171,7 @@ class NodeTable:
             node.level = level
 
     def drop_references(self, nodes: Iterable[Node], access: int) -> None:
-        """One reference less to each, children first."""
+        """Drops a reference to each, children first."""
         idle, several = self.idle, self._ranks > 1
         for node in nodes:
             node.refs -= 1

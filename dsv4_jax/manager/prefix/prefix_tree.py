@@ -249,7 +249,7 @@ class PrefixTree:
         return list(path)
 
     def release(self, nodes: Sequence[Node]) -> None:
-        """One reference less to every node: of a whole path, or of its tail. All or none.
+        """Drops a reference to every node: of a whole path, or of its tail. All or none.
 
         Nodes being written are not released but published or aborted.
 
@@ -388,5 +388,6 @@ class PrefixTree:
         return node
 
     def check_integrity(self) -> None:
-        """The invariants of the module's text, and all counters. O(nodes), for tests. Raises `IntegrityError`."""
+        """Checks the invariants of the module's text, and all counters. O(nodes), for tests. Raises
+        `IntegrityError`."""
         check_tree(self.nodes, self.queues, self.holds)

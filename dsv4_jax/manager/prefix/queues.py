@@ -164,7 +164,7 @@ class CopyLists:
             self._backups.append(node)
 
     def came_to_host(self, node: Node) -> None:
-        """The block rests on the host now."""
+        """Lists a block that has come to rest on the host."""
         if self.persists and not node.stored and not node.queued & _PERSIST:
             node.queued |= _PERSIST
             self._persists.append(node)

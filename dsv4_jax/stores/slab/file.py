@@ -166,7 +166,7 @@ class SlabFile(OwnedFile):
         self._move(slots, records, write=True)
 
     def read_records(self, slots: Sequence[int], buffers: Sequence[np.ndarray]) -> None:
-        """Fill buffers (uint8 [record_bytes]) from their slots. Raises `StoreError`.
+        """Fills buffers (uint8 [record_bytes]) from their slots. Raises `StoreError`.
 
         What the disk cannot read in one call with its neighbours is read alone. What it cannot read then either
         leaves its buffer in any state, which the checksum refuses.

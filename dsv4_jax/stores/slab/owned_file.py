@@ -108,7 +108,8 @@ class OwnedFile:
         return False
 
     def make(self, size: int, start: bytes, *, preallocate: bool) -> None:
-        """Room, then the first bytes: a kill in between leaves what `is_unwritten`, an error an empty file."""
+        """Makes room, then writes the first bytes: a kill in between leaves what `is_unwritten`, an error an empty
+        file."""
         try:
             os.fchmod(self.file, 0o600)  # it may have been there, empty
             os.ftruncate(self.file, 0)

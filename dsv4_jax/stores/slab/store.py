@@ -277,8 +277,8 @@ class SlabStore:
     # Under the lock, `_using` excepted.
 
     def _forget(self, keys: list[bytes]) -> None:
-        """Strike the keys out, blank their headers, then let the slots go: nothing is shown that the file may not have,
-        and a slot that is written to never has a header."""
+        """Strikes the keys out, blanks their headers, then lets the slots go: nothing is shown that the file may not
+        have, and a slot that is written to never has a header."""
         slots = self.index.slots_of(keys)
         try:
             self.index.remove(keys)
