@@ -104,7 +104,7 @@ def attention(name: str, batch: int) -> Iterator[dict[str, Any]]:
     )
     shared = (entries, window, sink, freq, position)
     count = jnp.full(batch, selected or total, jnp.int32)
-    how = dict(scale=DIM**-0.5, fmt=FMT, key_split="throughput", implementation=None)
+    how: dict[str, Any] = dict(scale=DIM**-0.5, fmt=FMT, key_split="throughput", implementation=None)
 
     def rows(table: jax.Array, tokens: jax.Array, chosen: jax.Array) -> jax.Array:
         return table[tokens[:, None], chosen // per_block] * per_block + chosen % per_block
