@@ -12,20 +12,23 @@ from typing import Any
 
 from ..former_names import former_name
 from ..plan import register_pytrees
-from .append import append
+from .append import WindowView, append
 from .attend import attend
 from .columns import Columns
+from .compress import CompressorGeometry, CompressorInputs, compress_csa, compress_hca
 from .dense_bf16 import dense_bf16
 from .dense_fp8 import dense_fp8
 from .entry_rows import entry_rows
 from .epilogue import Epilogue
 from .exchange import all_gather, sum_to_all, sum_to_owner
 from .exchange_buffers import Exchange
+from .gather import gather_rows
 from .hyper_connection import hyper_connection
 from .index_scores import index_scores
 from .moe import moe
 from .normalise import normalise
 from .numerics import hadamard, rms_norm, rope, rope_frequencies
+from .queries import finish_queries
 from .route import route
 from .sequence import in_sequence
 from .swiglu import swiglu
@@ -33,14 +36,21 @@ from .top_k import top_k
 
 __all__ = [
     "Columns",
+    "CompressorGeometry",
+    "CompressorInputs",
     "Epilogue",
     "Exchange",
+    "WindowView",
     "all_gather",
     "append",
     "attend",
+    "compress_csa",
+    "compress_hca",
     "dense_bf16",
     "dense_fp8",
     "entry_rows",
+    "finish_queries",
+    "gather_rows",
     "hadamard",
     "hyper_connection",
     "in_sequence",
@@ -60,18 +70,11 @@ __all__ = [
 register_pytrees()
 
 _FORMER = {  # names that were here, for one release: where they are now
-    "CompressorGeometry": "compress.CompressorGeometry",
-    "CompressorInputs": "compress.CompressorInputs",
     "Peers": "exchange.Peers",
-    "WindowView": "append.WindowView",
     "Written": "hyper_connection.Written",
-    "compress_csa": "compress.compress_csa",
-    "compress_hca": "compress.compress_hca",
     "connection_vector": "hyper_connection.connection_vector",
     "copy_units": "copy.copy_units",
     "encode": "append.encode",
-    "finish_queries": "queries.finish_queries",
-    "gather_rows": "gather.gather_rows",
     "hyper_head": "hyper_connection.hyper_head",
     "inv_frequencies": "numerics.inv_frequencies",
     "open_exchanges": "exchange_buffers.open_exchanges",

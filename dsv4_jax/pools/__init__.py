@@ -14,9 +14,16 @@ from typing import TYPE_CHECKING, Any
 from ..former_names import former_name
 
 if TYPE_CHECKING:
+    from .chunk_cache import ChunkCache as ChunkCache
+    from .factories import PoolCapacity as PoolCapacity
+    from .factories import make_full_attention_net_mem_pool as make_full_attention_net_mem_pool
+    from .factories import make_gdn_pool as make_gdn_pool
+    from .factories import make_req_to_token_pool as make_req_to_token_pool
+    from .factories import plan_pools as plan_pools
     from .gdn_pool import GDNPool as GDNPool
     from .gdn_pool import copy_states as copy_states
     from .kv_pool import KVPool as KVPool
+    from .kv_pool import store_kv as store_kv
     from .radix_cache import RadixCache as RadixCache
     from .request_table import ReqToTokenPool as ReqToTokenPool
     from .slots import StateSlots as StateSlots
@@ -26,28 +33,28 @@ if TYPE_CHECKING:
     from .token_table import TokenTable as TokenTable
 
 _HOME = {
+    "ChunkCache": "chunk_cache",
     "GDNPool": "gdn_pool",
     "GDNSpec": "spec",
     "KVPool": "kv_pool",
     "KVSpec": "spec",
+    "PoolCapacity": "factories",
     "RadixCache": "radix_cache",
     "ReqToTokenPool": "request_table",
     "StateSlots": "slots",
     "TokenTable": "token_table",
     "TokenToKVPoolAllocator": "token_allocator",
     "copy_states": "gdn_pool",
+    "make_full_attention_net_mem_pool": "factories",
+    "make_gdn_pool": "factories",
+    "make_req_to_token_pool": "factories",
+    "plan_pools": "factories",
+    "store_kv": "kv_pool",
 }
 
 _FORMER = {  # names that were here, for one release: where they are now
-    "ChunkCache": "chunk_cache.ChunkCache",
-    "PoolCapacity": "factories.PoolCapacity",
-    "make_full_attention_net_mem_pool": "factories.make_full_attention_net_mem_pool",
-    "make_gdn_pool": "factories.make_gdn_pool",
-    "make_req_to_token_pool": "factories.make_req_to_token_pool",
     "page_digests": "digests.page_digests",
-    "plan_pools": "factories.plan_pools",
     "reset_states": "gdn_pool.reset_states",
-    "store_kv": "kv_pool.store_kv",
 }
 
 __all__ = list(_HOME)
