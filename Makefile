@@ -126,7 +126,7 @@ endef
 .venv-%/ready: pyproject.toml $(all_constraints)
 	$(call install,.venv-$*,$*,dev)
 
-# The site's tools alone: they read the package's source, and import of it what makes the page of results (NumPy is enough).
+# The site's tools alone: they read the package's source, and import what makes the page of results, benchmarks/render.py (NumPy is enough).
 .venv-docs/ready: constraints/docs.txt
 	@echo "== .venv-docs: Python $(one), installing mkdocs"
 	@"$(call python,$(one))" -m venv --clear .venv-docs

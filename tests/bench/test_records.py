@@ -146,19 +146,8 @@ def test_a_new_record_changes_its_lines_alone(tmp_path, capsys):
 def test_the_first_page_says_how_fast_models_run(tmp_path, capsys):
     """Steps of the whole model, of a few layers and of a chunk, and a kernel, as one reads them; then out of date."""
     (tmp_path / "records").mkdir()
-    model = {
-        "table": "models",
-        "model": "flash",
-        "layers": 43,
-        "batch": 64,
-        "context": 131072,
-        "devices": 2,
-        "tensor": 1,
-        "step_ms": 20.0,
-        "floor_ms": 16.0,
-        "over_floor": 1.25,
-        "exchange": "cuda",
-    }
+    sizes = dict(model="flash", layers=43, batch=64, context=131072, devices=2, tensor=1, exchange="cuda")
+    model = {"table": "models"} | sizes | {"step_ms": 20.0, "floor_ms": 16.0, "over_floor": 1.25}
     few = model | {"layers": 12, "devices": 1, "batch": 1, "context": 8192, "step_ms": 1.5, "layer_ms": 0.125}
     chunk = few | {"table": "steps", "chunk": 4096, "step_ms": 100.0}
     slow, drafts = (
@@ -196,16 +185,8 @@ def test_render_refuses(tmp_path, capsys):
 
 
 def test_numbers():
-    assert [number(x) for x in (3, 3.0, 0.456, 18.512345, 130.94, 1316.6, 2247, [1, 2.5])] == [
-        "3",
-        "3.0",
-        "0.46",
-        "18.51",
-        "130.9",
-        "1,317",
-        "2,247",
-        "1 to 2.5",
-    ]
+    numbers = [3, 3.0, 0.456, 18.512345, 130.94, 1316.6, 2247, [1, 2.5]]
+    assert " | ".join(map(number, numbers)) == "3 | 3.0 | 0.46 | 18.51 | 130.9 | 1,317 | 2,247 | 1 to 2.5"
     assert [percent(x) for x in (0.938, 0.5, 1.01, [0.88, 0.94])] == ["93.8 %", "50 %", "101 %", "88 to 94 %"]
 
 

@@ -147,30 +147,8 @@ def test_what_was_measured_survives_an_interruption(capsys, monkeypatch, tmp_pat
 @pytest.mark.slow
 def test_step(capsys, tmp_path):
     file = tmp_path / "step.json"
-    assert (
-        main(
-            [
-                "bench",
-                "step",
-                "--quick",
-                "--model",
-                "tiny",
-                "--layers",
-                "1",
-                "--context",
-                "200",
-                "--chunk",
-                "9",
-                "--loop",
-                "2",
-                "--json",
-                str(file),
-                "--xla",
-                "xla_backend_optimization_level=0",
-            ]
-        )
-        == 0
-    )
+    options = "--quick --model tiny --layers 1 --context 200 --chunk 9 --loop 2 --xla xla_backend_optimization_level=0"
+    assert main(["bench", "step", *options.split(), "--json", str(file)]) == 0
     table = capsys.readouterr().out
     assert "decode step" in table and "xla_backend_optimization_level" in table
     report = json.loads(file.read_text())
@@ -227,10 +205,8 @@ def test_whole_layers_on_a_gpu_have_a_floor(capsys, a_gpu, monkeypatch, tmp_path
 
 
 def test_a_step_that_cannot_run_says_why(capsys):
-    assert (
-        main(["bench", "step", "--quick", "--model", "tiny", "--layers", "1", "--implementations", "triton", "--json"])
-        == 1
-    )
+    options = "--quick --model tiny --layers 1 --implementations triton --json"
+    assert main(["bench", "step", *options.split()]) == 1
     (step,) = json.loads(capsys.readouterr().out)["rows"]
     assert step["implementation"] == "triton" and "no Triton kernel" in step["problem"]
 
