@@ -37,8 +37,8 @@ from ..model.weights.placement import device_bytes
 from ..model.weights.quantised import FP4, Quantised
 from ..model.weights.split import ALONE, DATA, Split, in_blocks, parts_of
 from ..ops import Exchange
-from ..ops.exchange_buffers import open_exchanges
 from ..ops.exchange import Peers
+from ..ops.exchange_buffers import open_exchanges
 from ..ops.hyper_connection import Written
 from ..ops.registry import Choice
 from ..plan import PackedPlan

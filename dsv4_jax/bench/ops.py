@@ -22,7 +22,9 @@ from ..formats import Codes, RowFormat, Scales, codec
 from ..layout import CacheLayout
 from ..manager.planning import build_plan
 from ..manager.step_shape import StepSequence, shape_for
-from ..ops.append import Rows, load
+from ..ops.append import Rows, WindowView, load
+from ..ops.compress import CompressorGeometry, CompressorInputs, compress_csa, compress_hca
+from ..ops.gather import gather_rows
 from ..ops.numerics import inv_frequencies
 from ..ops.registry import OPS, Op
 from ..pools.carriers import decode
@@ -164,7 +166,7 @@ def _compress(key: jax.Array, shape: CompressShape, calls: int, _: int) -> Probl
     table = (np.arange(slots)[:, None] - 1) * own_blocks + 1 + np.arange(columns)[None] % own_blocks
     table[0] = 0
     units = (slots - 1) * own_blocks + 1
-    geometries = [ops.CompressorGeometry(ratio, 0, slots, s.ring, 0, per_block, s.fmt) for s in compressors]
+    geometries = [CompressorGeometry(ratio, 0, slots, s.ring, 0, per_block, s.fmt) for s in compressors]
     epilogues = [
         _finish(s.fmt.dim, s.fmt.rope_dim or cfg.rope_dim, compressed=True, hadamard=s.kind == "index")
         for s in compressors
@@ -192,13 +194,13 @@ def _compress(key: jax.Array, shape: CompressShape, calls: int, _: int) -> Probl
         epilogues, table = shared
         plan, inputs, *_ = call
         fed = [
-            ops.CompressorInputs(state, pool, kv, score, epilogue, geometry)
+            CompressorInputs(state, pool, kv, score, epilogue, geometry)
             for (state, pool), (kv, score), epilogue, geometry in zip(carry, inputs, epilogues, geometries, strict=True)
         ]
         if ratio == cfg.csa_ratio:
-            return ops.compress_csa(fed, plan, table, implementation=implementation), None
+            return compress_csa(fed, plan, table, implementation=implementation), None
         mode = layout.hca_state
-        return [ops.compress_hca(fed[0], plan, table, mode=mode, implementation=implementation)], None
+        return [compress_hca(fed[0], plan, table, mode=mode, implementation=implementation)], None
 
     def result(carry: Any, _: None, call: Any) -> Any:
         emitted, ring = call[-2:]
@@ -220,7 +222,7 @@ def _compress(key: jax.Array, shape: CompressShape, calls: int, _: int) -> Probl
 def _gather(key: jax.Array, shape: GatherShape, calls: int, pool_rows: int) -> Problem:
     fmt, rows = shape.fmt, max(pool_rows, shape.rows)
     args = _draw(key, calls, lambda k: jax.random.randint(k, (shape.rows,), 0, rows, jnp.int32))
-    call = lambda pool, ids, name: ops.gather_rows(pool, ids, fmt=fmt, implementation=name)  # noqa: E731
+    call = lambda pool, ids, name: gather_rows(pool, ids, fmt=fmt, implementation=name)  # noqa: E731
     return pure(random_rows(key, fmt, rows), args, call, 0.0)
 
 
@@ -284,7 +286,7 @@ def _attend(key: jax.Array, shape: AttendShape, calls: int, pool_rows: int) -> P
         pool, sink = shared
         queries, ids, visible, *entries = args
         rest = (pool, *entries) if shape.entries else (None, None, None)
-        return op(queries, sink, ops.WindowView(pool, ids, visible), *rest, implementation=name)
+        return op(queries, sink, WindowView(pool, ids, visible), *rest, implementation=name)
 
     shared = random_rows(key, fmt, rows), jax.random.normal(key, (heads,), jnp.float32)
     return pure(shared, _draw(key, calls, make), call, 3e-3)
