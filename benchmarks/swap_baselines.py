@@ -10,7 +10,7 @@ import subprocess
 import jax
 import numpy as np
 
-from dsv4_jax.records import Piece
+from dsv4_jax.record_format import Piece
 
 __all__ = ["SCHEMES", "Baselines", "why_not"]
 

@@ -11,7 +11,7 @@ import re
 import pytest
 
 import dsv4_jax
-from dsv4_jax import errors, manager, model, ops, pools, simulate, stores, testing, tiers
+from dsv4_jax import errors, manager, model, ops, pools, records, simulate, stores, testing, tiers
 from dsv4_jax.manager.prefix.eviction_policies import LRU
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -159,7 +159,7 @@ def test_what_routers_and_stores_need() -> None:
     assert all(inspect.ismodule(getattr(tiers, name)) for name in tiers.__all__)
 
 
-FORMER_ROOMS = (dsv4_jax, errors, manager, model, ops, pools, simulate, testing, tiers.remote)
+FORMER_ROOMS = (dsv4_jax, errors, manager, model, ops, pools, records, simulate, testing, tiers.remote)
 
 
 def test_former_names_answer_for_one_release() -> None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ..cache import KVCache
 from ..errors import LayoutError, ShapeError
 from ..plan import OwnSwapPlan, StateSwapPlan, SwapPlan
-from ..records import RecordFormat, RecordScope
+from ..record_format import RecordFormat, RecordScope
 from .host_cache import HostCache
 from .record_copy import Ids
 

@@ -10,10 +10,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..cache import mesh_of
-from ..records import whole_rows
 from .record_copy import HOST, Ids, SwapImplementation, choose_implementation, native_out, positions, read, write
 
-__all__ = ["gather_of_ranks", "gather_records", "scatter_of_ranks", "scatter_records"]
+__all__ = ["gather_of_ranks", "gather_records", "scatter_of_ranks", "scatter_records", "whole_rows"]
 
 
 def gather_records(pool: jax.Array, records: jax.Array, implementation: SwapImplementation = None) -> jax.Array:
@@ -94,3 +93,8 @@ def _over(mesh: Mesh | None, spec: PartitionSpec):
         return jax.jit(gather), jax.jit(scatter, donate_argnums=0), None
     each = functools.partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     return jax.jit(each(gather)), jax.jit(each(scatter), donate_argnums=0), NamedSharding(mesh, spec)
+
+
+def whole_rows(width: int) -> tuple[int, ...]:
+    """`RecordFormat.descriptors` of a record that is a row of one array [rows, width] uint8."""
+    return (0, 1, 1, width, 0, 1, width, 0, 0, 0, 0)

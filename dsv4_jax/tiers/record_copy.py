@@ -20,7 +20,7 @@ from .. import ffi
 from ..errors import ImplementationError
 from ..layout import LeafSpec
 from ..ops.scatter import set_existing
-from ..records import Piece, RecordFormat
+from ..record_format import Piece, RecordFormat
 
 __all__ = [
     "Ids",

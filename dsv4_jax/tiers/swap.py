@@ -30,7 +30,8 @@ from ..cache import KVCache
 from ..ops.pool_axis import PoolAxis
 from ..ops.scatter import set_existing
 from ..plan import StateSwapPlan, SwapPlan
-from ..records import RecordFormat, RecordScope, record_format
+from ..record_format import RecordFormat, RecordScope
+from ..records import record_format
 from .cache_units import check_same_records, ids_of, leaves_of, state_ids_of, units_of, with_leaves
 from .host_cache import HostCache
 from .record_copy import (

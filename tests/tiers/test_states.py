@@ -17,7 +17,8 @@ from dsv4_jax.cache import KVCache
 from dsv4_jax.config import AttentionType
 from dsv4_jax.errors import LayoutError
 from dsv4_jax.plan import StateSwapPlan
-from dsv4_jax.records import Piece, snapshot_record, state_pages, state_record
+from dsv4_jax.record_format import Piece
+from dsv4_jax.records import snapshot_record, state_pages, state_record
 from dsv4_jax.testing.live import Live, assert_same_bytes
 from dsv4_jax.testing.runner import with_garbage
 from dsv4_jax.tiers import swap

@@ -11,7 +11,8 @@ from dsv4_jax.config import AttentionType, DSV4Config
 from dsv4_jax.errors import PlanError
 from dsv4_jax.layout import CacheLayout
 from dsv4_jax.plan import StateSwapPlan
-from dsv4_jax.records import ALIGNMENT, block_record, page_bytes, snapshot_record, state_pages, state_record
+from dsv4_jax.record_format import ALIGNMENT
+from dsv4_jax.records import block_record, page_bytes, snapshot_record, state_pages, state_record
 from dsv4_jax.tiers.swap_plan import plan_state_swap, plan_swap
 
 
