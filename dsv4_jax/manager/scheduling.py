@@ -77,7 +77,7 @@ def schedule(
         next_stop: `(request, start, stop)`: where a chunk should end, for its state to be kept there.
     """
     waiting = [(request, len(request.tokens) - request.num_cached) for request in requests]
-    decodes = sorted([pair for pair in waiting if pair[1] == 1], key=_last_step)
+    decodes = sorted([pair for pair in waiting if pair[1] == 1], key=lambda pair: pair[0].last_step)
     prefills = [pair for pair in waiting if pair[1] > 1]
     scheduled: list[tuple[Request, int]] = []
     block = layout.block_tokens
@@ -144,7 +144,3 @@ class _Lists:
     def take(self, start: int, stop: int) -> None:
         self._flushes -= max(stop // self._csa - start // self._csa, 1)
         self._groups -= (stop - 1) // self._hca - start // self._hca + 1
-
-
-def _last_step(pair: tuple[Request, int]) -> int:
-    return pair[0].last_step

@@ -47,9 +47,9 @@ def report(result: Simulation) -> dict[str, Any]:
             "index_format": server.layout.index_row.name,
             "block_tokens": server.layout.block_tokens,
             "bytes": server.layout.total_bytes(server.size),
-            "host_bytes": _host_bytes(server),
+            "host_bytes": 0 if server.host is None else (1 + server.host.num_pages) * page_bytes(server.layout),
             "policy": server.policy.write.name if server.policy else "none",
-            "order": _order(server),
+            "order": _eviction(server),
         },
         "hits": {
             "requests": sum(j.hit > 0 for j in jobs),
@@ -107,16 +107,11 @@ def with_bounds(answer: dict[str, Any], found: Bounds) -> dict[str, Any]:
     return answer | {"bound": bound}
 
 
-def _order(server: Server) -> str:
+def _eviction(server: Server) -> str:
     """The name of the eviction policy, "-" without one."""
     return next(
-        (name for name, order in EVICTION_POLICIES.items() if server.policy and order is server.policy.eviction), "-"
+        (name for name, policy in EVICTION_POLICIES.items() if server.policy and policy is server.policy.eviction), "-"
     )
-
-
-def _host_bytes(server: Server) -> int:
-    """Returns the bytes of the host tier, its null page included."""
-    return 0 if server.host is None else (1 + server.host.num_pages) * page_bytes(server.layout)
 
 
 def _share(part: int, whole: int) -> float:
