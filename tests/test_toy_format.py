@@ -214,6 +214,7 @@ def test_every_token_sees_exactly_its_keys(monkeypatch) -> None:
         np.testing.assert_allclose(actual, want, rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "same"), [("words", "bf16"), ("planes", "f32")])
 def test_a_format_that_says_nothing_of_itself_keeps_what_its_codec_keeps(name: str, same: str) -> None:
     """The values of all rows after the same steps, by either format."""

@@ -199,7 +199,9 @@ class Broken(Exception):
     """A call was broken off. Its arguments: which, and whether the manager is closed now."""
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "policy", [pytest.param(name, marks=[pytest.mark.slow] if name != "write_back" else []) for name in POLICIES]
+)
 def test_broken_off_anywhere_nothing_unwritten_is_read(policy: str) -> None:
     did: collections.Counter[str] = collections.Counter()
     seed = 0
