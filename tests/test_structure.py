@@ -30,7 +30,7 @@ LAYERS = (
     ("transports",),
     ("model.weights", "model.sampling"),
     ("model",),
-    ("testing", "bench"),
+    ("testing", "bench", "weights"),
     ("cli", "__init__", "__main__"),
 )
 # Rooms that use less than what is below them; beside these only errors and checks.

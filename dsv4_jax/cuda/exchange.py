@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import numpy as np
 
+from ..former_names import former_name
 from ..ops.exchange import ExchangeArguments, Peers
 from .calls import declare, launch
 
@@ -72,3 +74,12 @@ def call(arguments: ExchangeArguments) -> tuple[jax.Array, ...]:
 
 # What waits for other devices must not hold up the kernels beside it.
 IMPLEMENTATION = declare("exchange", call, supports, "dsv4_exchange", alone=("dsv4_exchange",))
+
+_FORMER = {  # names that were here, for one release: where they are now
+    "Exchange": "dsv4_jax.ops.exchange_buffers.Exchange",
+    "open_exchanges": "dsv4_jax.ops.exchange_buffers.open_exchanges",
+}
+
+
+def __getattr__(name: str) -> Any:
+    return former_name(__name__, _FORMER, name)
