@@ -12,6 +12,7 @@ import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from .checks import INT32_MAX
 from .errors import ConfigError
 
 __all__ = [
@@ -26,7 +27,6 @@ __all__ = [
     "read_settings",
 ]
 
-INT32_MAX = 2**31 - 1
 _FLOAT32 = (1e-37, 3e38)
 _LONGEST_NAME = 200
 

@@ -150,7 +150,7 @@ WHOLE_PROGRAMS = (
     "test_train_small.py",
 )
 TESTS = pathlib.Path(__file__).parent
-MOST_MAPS = 20_000  # of 65,530; a large file's programs take 5,000
+MAX_MAPS = 20_000  # of 65,530; a large file's programs take 5,000
 ALL = bool(os.environ.get("RUN_SLOW"))
 WHOLE = ALL or sys.version_info[:2] == (3, 12)
 
@@ -174,7 +174,7 @@ def few_programs() -> Iterator[None]:
     """Forgets compiled programs before a process has more of their pages mapped than Linux allows, and crashes."""
     yield
     maps = pathlib.Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:
+    if maps.exists() and maps.read_bytes().count(b"\n") > MAX_MAPS:
         jax.clear_caches()
         gc.collect()
 

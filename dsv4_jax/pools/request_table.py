@@ -10,15 +10,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..checks import check_integer
+from ..checks import INT32_MAX, check_integer
 from ..errors import IntegrityError, PoolError
 from .slots import Slots
 from .spec import as_ids, distinct
 from .undo import Undo
 
 __all__ = ["KVIndices", "ReqToTokenPool", "TableUpdate"]
-
-_INT32_MAX = 2**31 - 1
 
 
 class TableUpdate(NamedTuple):
@@ -61,7 +59,7 @@ class ReqToTokenPool:
     def __init__(self, max_requests: int, max_context: int):
         self.max_requests = check_integer("max_requests", max_requests, 1, error=PoolError)
         self.max_context = check_integer("max_context", max_context, 1, error=PoolError)
-        if max(self.max_requests, self.max_context) >= _INT32_MAX:
+        if max(self.max_requests, self.max_context) >= INT32_MAX:
             raise PoolError(f"a table of {self.max_requests} x {self.max_context} cannot be addressed in int32")
         self._slots = Slots(1, self.max_requests, "request slots")
         self._table = np.zeros((self.max_requests + 1, self.max_context), np.int32)
@@ -126,7 +124,7 @@ class ReqToTokenPool:
         length = self.length(slot)
         start = check_integer("start", start, error=PoolError)
         ids = as_ids(f"request slot {slot}: positive token ids", ids).reshape(-1)
-        if ids.size and (ids.min() < 1 or ids.max() > _INT32_MAX):
+        if ids.size and (ids.min() < 1 or ids.max() > INT32_MAX):
             span = f"{ids.min()}..{ids.max()}"
             raise PoolError(f"request slot {slot}: token ids must be positive int32 numbers, got {span}")
         end = start + ids.size
@@ -222,7 +220,7 @@ class ReqToTokenPool:
         offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         total = int(offsets[-1])
         capacity = total if capacity is None else check_integer("capacity", capacity, error=PoolError)
-        if as_ids("fill", fill).ndim or not -_INT32_MAX <= fill <= _INT32_MAX:
+        if as_ids("fill", fill).ndim or not -INT32_MAX <= fill <= INT32_MAX:
             raise PoolError(f"fill must be an int32 number, got {fill}")
         if total > capacity:
             raise PoolError(f"{total} token ids do not fit a capacity of {capacity}")
@@ -253,8 +251,8 @@ class ReqToTokenPool:
 def _vector(name: str, values: Any, size: int | None, last: int | None) -> np.ndarray:
     """Non-negative integers, int64 [size]; a scalar stands for all of them."""
     array = as_ids(name, values)
-    if array.size and (array.min() < 0 or array.max() > (_INT32_MAX if last is None else last)):
-        raise PoolError(f"{name} must be integers in 0..{_INT32_MAX if last is None else last}, got {array.tolist()}")
+    if array.size and (array.min() < 0 or array.max() > (INT32_MAX if last is None else last)):
+        raise PoolError(f"{name} must be integers in 0..{INT32_MAX if last is None else last}, got {array.tolist()}")
     if size is None:
         return array.reshape(-1).astype(np.int64)
     if array.ndim and array.size != size:
