@@ -17,6 +17,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "ContextLimitError",
+    "EngineError",
     "ExchangeError",
     "FileError",
     "HandoffError",
@@ -32,6 +33,7 @@ __all__ = [
     "PerformanceWarning",
     "PlanError",
     "PoolError",
+    "QueueFullError",
     "RecordMismatchError",
     "RequestError",
     "ShapeError",
@@ -222,6 +224,22 @@ class OutOfBlocksError(CacheError, RuntimeError):
         super().__init__(
             f"KV cache OOM in the {pool} pool: requested {requested} {unit}, {available} available (of {total} total)"
         )
+
+
+class EngineError(CacheError, RuntimeError):
+    """An engine cannot do this now, or any more: it is closed, its device hangs, or calls are under way."""
+
+
+class QueueFullError(EngineError):
+    """As many requests wait as an engine takes on: ask again later.
+
+    Attributes:
+        waiting, limit: numbers of requests.
+    """
+
+    def __init__(self, waiting: int, limit: int):
+        self.waiting, self.limit = waiting, limit
+        super().__init__(f"{waiting} requests wait already, at most {limit} may")
 
 
 class PoolError(CacheError, ValueError):

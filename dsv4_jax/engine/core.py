@@ -1,0 +1,751 @@
+"""The serving loop's decisions: who is admitted, what the next step computes, who has to go. No clock, thread or jax.
+
+Equal calls give equal plans. `Engine` drives one; a loop of one's own does it so:
+
+    core.add(prompt, now)
+    while not core.idle:
+        work = core.plan(now)                       # None: nothing can be planned before results are there
+        if work is not None:
+            under_way.append(executor.send(work))
+        if len(under_way) == core.depth or work is None:
+            outputs = core.take(under_way.popleft().get(), now)
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import heapq
+import math
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from ..checks import check_boolean, check_integer, check_seconds, shown
+from ..errors import (
+    ContextLimitError,
+    EngineError,
+    NoFreeSlotError,
+    OutOfBlocksError,
+    PlanError,
+    QueueFullError,
+    RequestError,
+)
+from ..manager import KVCacheManager, Request, StepShape
+from ..manager.prefix.token_ids import check_range
+from .executor import Drawn, Row, Shapes, Work
+from .job import Job, JobState
+from .prompt import Output, Prompt
+
+__all__ = ["Core", "Limits", "Storage"]
+
+
+class Storage(Protocol):
+    """Where prompts may lie beside the tiers of the manager: a `StorageDriver`, say."""
+
+    def prefetch(self, tokens: Any, *, namespace: Any = None, items: Any = ()) -> Any:
+        """Starts fetching; what it returns has `done`."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What a core takes on.
+
+    Attributes:
+        queued: most requests that wait to be admitted; others are refused.
+        new_tokens: most that one may sample; None: as the context has it.
+        aging: seconds of waiting that are worth a level of priority.
+        patience: seconds that one waits for storage or another host before it is computed here.
+        weights: tenant -> its share of admissions, beside 1 for the others.
+
+    Raises:
+        PlanError: naming the attribute.
+    """
+
+    queued: int = 4096
+    new_tokens: int | None = None
+    aging: float = 5.0
+    patience: float = 2.0
+    weights: Mapping[Hashable, float] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_integer("queued", self.queued, 1, error=PlanError)
+        if self.new_tokens is not None:
+            check_integer("new_tokens", self.new_tokens, 1, error=PlanError)
+        for name, value in (("aging", self.aging), ("patience", self.patience)):
+            check_seconds(name, value, error=PlanError)
+        if not isinstance(self.weights, Mapping):
+            raise PlanError(f"weights must be a mapping of tenants, got {shown(self.weights)}")
+        for tenant, share in self.weights.items():
+            if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < math.inf:
+                raise PlanError(f"the weight of tenant {shown(tenant)} must be a positive number, got {shown(share)}")
+
+
+class _Sent(NamedTuple):
+    """A call under way: of each data shard, its rows."""
+
+    rows: list[list[tuple[Job, int, int, bool]]]  # job, known tokens, drafts, whether it samples
+    steps: int
+
+
+class Core:
+    """Queue, admission, plans and results of one engine.
+
+    Args:
+        managers: of each data shard of the cache one, all alike.
+        shapes: of the executor's steps.
+        limits: what is taken on.
+        storage: where prompts are looked for beside the managers, in the order of the managers; None: nowhere.
+        ahead: whether a step is planned while the one before it runs.
+
+    Attributes:
+        depth: most calls under way.
+        counts: what has happened so far, by name.
+        paused: while it is true nothing is planned.
+
+    Raises:
+        PlanError: the managers are not alike, or the shapes not theirs.
+    """
+
+    def __init__(
+        self,
+        managers: KVCacheManager | Sequence[KVCacheManager],
+        shapes: Shapes,
+        *,
+        limits: Limits = Limits(),
+        storage: Sequence[Storage] = (),
+        ahead: bool = True,
+    ):
+        self.managers = [managers] if isinstance(managers, KVCacheManager) else [*managers]
+        _check_alike(self.managers)
+        if storage and len(storage) != len(self.managers):
+            raise PlanError(f"{len(storage)} storage drivers for {len(self.managers)} managers")
+        if not isinstance(limits, Limits):
+            raise PlanError(f"limits must be Limits, got {shown(limits)}")
+        self.shapes, self.limits, self.storage = shapes, limits, [*storage]
+        self.layout = self.managers[0].layout
+        self.depth = 2 if check_boolean("ahead", ahead, error=PlanError) and shapes.ahead and not shapes.drafts else 1
+        self.paused = False
+        self.counts = collections.Counter[str]()
+        self._jobs: dict[Hashable, list[Job]] = {}  # that have not ended, by id
+        self._queue: dict[Hashable, list[tuple[float, int, Job]]] = {}  # heaps, by tenant
+        self._fetching: list[Job] = []  # storage is asked for their prompts
+        self._live: list[dict[Request, Job]] = [{} for _ in self.managers]
+        self._preempted: list[list[Job]] = [[] for _ in self.managers]
+        self._tenants = collections.Counter[Hashable]()  # live and preempted
+        self._sent: collections.deque[_Sent] = collections.deque()
+        self._outputs: list[Output] = []  # that wait for the next `take`, or `drain`
+        self._deadlines: list[tuple[float, int, Job]] = []  # a heap
+        self._masked = self._order = self._waiting = self._stale = 0
+
+    # What is asked for
+
+    def check(self, prompt: Prompt) -> None:
+        """Raises if a prompt can never be answered here. From any thread.
+
+        Raises:
+            RequestError: it is no `Prompt`, or a token is no id of the model's vocabulary.
+            ContextLimitError: it and its answer exceed the context limit, or all blocks together.
+        """
+        if not isinstance(prompt, Prompt):
+            raise RequestError(f"expected a Prompt, got {shown(prompt)}")
+        tokens = prompt.tokens
+        assert isinstance(tokens, np.ndarray)
+        check_range(tokens, self.layout.cfg.vocab_size)
+        most = self.limits.new_tokens
+        if most is not None and prompt.max_new_tokens > most:
+            raise RequestError(f"max_new_tokens is {prompt.max_new_tokens}, at most {most} are allowed here")
+        need = len(tokens) + prompt.max_new_tokens - 1  # the last token sampled is never fed
+        if need > (limit := self._limit):
+            raise ContextLimitError(prompt.id if prompt.id is not None else "new", need, limit)
+        if prompt.arrival is not None and prompt.arrival.manager not in self.managers:
+            raise RequestError("the arrival is of another engine")
+
+    @property
+    def _limit(self) -> int:
+        first = self.managers[0]
+        return min(first.context_limit, first.pool_limit)
+
+    def add(self, prompt: Prompt, now: float) -> Hashable:
+        """Puts a prompt in the queue; returns its id. It has changed nothing if it raises.
+
+        Raises: as `check`, and:
+            RequestError: its id is in use, or cannot be one.
+            QueueFullError: too many wait already.
+        """
+        self.check(prompt)
+        name = prompt.id
+        try:
+            used = name is not None and name in self._jobs
+        except TypeError:
+            raise RequestError(f"an id must be hashable, got {shown(name)}") from None
+        if used:
+            raise RequestError(f"id {shown(name)} is in use")
+        if self._waiting + prompt.n > self.limits.queued:
+            raise QueueFullError(self._waiting, self.limits.queued)
+        while name is None or (prompt.id is None and name in self._jobs):
+            self._order += 1
+            name = self._order
+        aging = self.limits.aging
+        jobs = [Job.of(prompt, name, i, self._order + i, now, aging) for i in range(prompt.n)]
+        if self.storage and prompt.arrival is None:
+            shard = jobs[0].shard = jobs[0].order % len(self.managers)
+            asked = self.storage[shard].prefetch(prompt.tokens, namespace=prompt.namespace, items=prompt.items)
+            jobs[0].fetch = asked
+        self._order += prompt.n
+        self._jobs[name] = jobs
+        for job in jobs:
+            job.patience = now + self.limits.patience
+            if job.expires < math.inf:
+                heapq.heappush(self._deadlines, (job.expires, job.order, job))
+            self._enqueue(job)
+        self.counts["added"] += len(jobs)
+        return name
+
+    def _enqueue(self, job: Job) -> None:
+        job.state, job.request, job.ahead, job.row = JobState.QUEUED, None, 0, -1
+        self._waiting += 1
+        if job.fetch is not None or job.prompt.arrival is not None:
+            self._fetching.append(job)
+        else:
+            heapq.heappush(self._queue.setdefault(job.tenant, []), (job.rank, job.order, job))
+
+    def abort(self, name: Hashable, finish: str = "abort") -> bool:
+        """Ends a request, whatever it does now; its blocks are free at once. Whether there was one."""
+        jobs = self._jobs.get(name)
+        for job in list(jobs or ()):
+            self._end(job, finish)
+        return bool(jobs)
+
+    # The next call
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is here, and no call under way."""
+        return not (self._jobs or self._sent or self._outputs)
+
+    @property
+    def under_way(self) -> int:
+        """Calls that were planned and not taken yet."""
+        return len(self._sent)
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait to be admitted."""
+        return self._waiting
+
+    @property
+    def live(self) -> int:
+        """Requests that have a slot."""
+        return sum(map(len, self._live))
+
+    @property
+    def preempted(self) -> int:
+        """Requests that wait for their blocks again."""
+        return sum(map(len, self._preempted))
+
+    def plan(self, now: float) -> Work | None:
+        """The next call, to be sent at once; None: there is nothing that can be planned before results are there.
+
+        Args:
+            now: seconds, of any clock that never goes back.
+        """
+        while self._deadlines and self._deadlines[0][0] <= now:
+            job = heapq.heappop(self._deadlines)[2]
+            if job.state is not JobState.ENDED:
+                self._end(job, "deadline")
+        if self.paused or len(self._sent) >= self.depth or (self._sent and self._masked):
+            return None
+        self._bring_in(now)
+        if not any(self._live):
+            return None
+        each = [self._schedule(shard) for shard in range(len(self.managers))]
+        if not any(each):
+            return None
+        return self._planned(each)
+
+    def _bring_in(self, now: float) -> None:
+        """Makes requests live: those that were preempted come first."""
+        for shard, waiting in enumerate(self._preempted):
+            waiting.sort(key=lambda job: (job.rank, job.order))
+            while waiting and self._has_room(shard, waiting[0]):
+                if not self._resume(shard, waiting[0]):
+                    break
+        if self._fetching:
+            self._fetched(now)
+        while self._queue and (job := self._next()) is not None:
+            if not self._admit(job, now):
+                return
+
+    def _fetched(self, now: float) -> None:
+        """Whose prompts have come, or are waited for no longer, is in the queue now."""
+        still = []
+        for job in self._fetching:
+            if job.state is not JobState.QUEUED:
+                continue
+            arrival = job.prompt.arrival
+            done = job.fetch.done if job.fetch is not None else arrival is None or arrival.is_over
+            if done or now >= job.patience:
+                heapq.heappush(self._queue.setdefault(job.tenant, []), (job.rank, job.order, job))
+            else:
+                still.append(job)
+        self._fetching = still
+
+    def _next(self) -> Job | None:
+        """The job to admit next: the lowest rank, in steps of `aging`; of these the tenant with the least share."""
+        best: tuple[Any, Job] | None = None
+        for tenant in list(self._queue):
+            heap = self._queue[tenant]
+            while heap and heap[0][2].state is not JobState.QUEUED:
+                heapq.heappop(heap)
+            if not heap:
+                del self._queue[tenant]
+                continue
+            rank, order, job = heap[0]
+            share = self._tenants[tenant] / self.limits.weights.get(tenant, 1.0)
+            key = (rank // self.limits.aging, share, rank, order)
+            if best is None or key < best[0]:
+                best = key, job
+        return None if best is None else best[1]
+
+    def _has_room(self, shard: int, job: Job) -> bool:
+        """Whether there is a slot, and blocks for it beside one for each live request."""
+        manager, live = self.managers[shard], len(self._live[shard])
+        if live >= self.shapes.mixed.sequences or live >= manager.size.num_slots:
+            return False
+        known = len(job.request.tokens) if job.request is not None else 1
+        blocks = manager.layout.blocks_for(known) + live
+        return not live or blocks <= manager.cache.num_available
+
+    def _resume(self, shard: int, job: Job) -> bool:
+        assert job.request is not None
+        try:
+            self.managers[shard].resume(job.request)
+        except (NoFreeSlotError, OutOfBlocksError):
+            return False
+        self._preempted[shard].remove(job)
+        self._enter(job, shard, job.request)
+        return True
+
+    def _admit(self, job: Job, now: float) -> bool:
+        """The next in the queue becomes live, or ends in an error of its own; False: it has to wait."""
+        prompt = job.prompt
+        extra = self.shapes.steps * (1 + self.shapes.drafts) - 1
+        need = len(prompt.tokens) + prompt.max_new_tokens - 1 + extra
+        limit = min(need, self._limit)
+        for shard in self._places(job):
+            manager = self.managers[shard]
+            if self._preempted[shard] or not self._has_room(shard, job):
+                continue
+            try:
+                if prompt.arrival is not None and not prompt.arrival.closed:
+                    request = manager.admit_remote(prompt.arrival, max_tokens=limit)
+                else:
+                    text = job.text if job.out else prompt.tokens
+                    request = manager.admit_request(
+                        text, max_tokens=limit, namespace=prompt.namespace, items=prompt.items
+                    )
+            except (NoFreeSlotError, OutOfBlocksError):
+                continue
+            except (RequestError, ContextLimitError, PlanError) as error:
+                self._end(job, "error", error)
+                return True
+            if job.cached < 0:
+                job.cached, job.admitted = request.num_hit, now
+                self.counts["cached_tokens"] += request.num_hit
+                self.counts["prompt_tokens"] += len(prompt.tokens)
+            self._enter(job, shard, request)
+            return True
+        return False
+
+    def _places(self, job: Job) -> list[int]:
+        """The shards, best first: which has most of it cached, of those which has the fewest requests."""
+        if len(self.managers) == 1:
+            return [0]
+        prompt = job.prompt
+        if prompt.arrival is not None:
+            return [self.managers.index(prompt.arrival.manager)]
+        cached = [_cached(manager, prompt) for manager in self.managers]
+        home = job.shard if job.fetch is not None else -1
+        return sorted(
+            range(len(cached)), key=lambda shard: (-cached[shard], shard != home, len(self._live[shard]))
+        )
+
+    def _enter(self, job: Job, shard: int, request: Request) -> None:
+        if job.state is JobState.QUEUED:
+            self._waiting -= 1
+            self._tenants[job.tenant] += 1
+            self._masked += job.prompt.mask is not None
+        job.state, job.shard, job.request, job.row, job.fresh = JobState.LIVE, shard, request, -1, True
+        self._live[shard][request] = job
+
+    # Steps
+
+    def _schedule(self, shard: int) -> list[tuple[Job, int]]:
+        """Jobs of a data shard, and how many of their tokens the next step computes.
+
+        Decodes whose token a call under way samples come first, then what the manager offers. If it offers nothing and
+        no result may change that, the least important have to go.
+        """
+        manager, live, shape = self.managers[shard], self._live[shard], self.shapes.mixed
+        if not live:
+            return []
+        ahead = [job for job in live.values() if job.ahead and job.left > 0] if self._sent else []
+        if ahead and self._lacks(shard, [(job, 1) for job in ahead], 1):
+            return []  # results first: somebody may have to go
+        decoding = sum(self._drafts(job) for job in live.values()) if self.shapes.drafts else 0
+        rest = dataclasses.replace(
+            shape,
+            sequences=shape.sequences - len(ahead),
+            tokens=shape.tokens - len(ahead) - decoding,
+            table_entries=max(shape.table_entries - len(ahead), 0),
+        )
+        while True:
+            others = [job for job in live.values() if not job.ahead and job.request.num_pending]  # type: ignore[union-attr]
+            pairs = [(job, 1) for job in ahead]
+            if others and rest.sequences > 0 and rest.tokens > 0:
+                others.sort(key=lambda job: (job.rank, job.order))
+                try:
+                    offered = manager.schedule(
+                        rest.tokens,
+                        max_sequences=rest.sequences,
+                        shape=rest if ahead or decoding else shape,
+                        requests=[job.request for job in others],  # type: ignore[misc]
+                    )
+                except ContextLimitError as error:  # it has outgrown all blocks
+                    self._end(next(job for job in others if job.request.id == error.request), "error", error)  # type: ignore[union-attr]
+                    continue
+                pairs += [(live[request], count) for request, count in offered]
+            if ahead and len(pairs) > len(ahead) and self._lacks(shard, pairs, 1):
+                pairs = pairs[: len(ahead)]
+            if pairs or self._sent or not others:
+                return pairs
+            if len(live) == 1:
+                job = others[0]
+                use = manager.cache.num_available
+                problem = OutOfBlocksError("device", self.layout.blocks_for(len(job.request.tokens)), use, use)  # type: ignore[union-attr]
+                self._end(job, "error", problem)
+                return []
+            self._preempt(max(live.values(), key=lambda job: (job.rank, job.order)))
+
+    def _lacks(self, shard: int, pairs: Sequence[tuple[Job, int]], steps: int) -> bool:
+        """Whether there are not as many free blocks as these need for their tokens in so many steps."""
+        places: list[int] = []
+        for job, count in pairs:
+            request = job.request
+            assert request is not None
+            held = len(request.blocks)
+            places += range(held, max(held, self.layout.blocks_for(request.num_cached + count * steps)))
+        return bool(places) and self.managers[shard].cache.shortage(places, []) is not None
+
+    def _preempt(self, job: Job) -> None:
+        assert job.request is not None
+        self.managers[job.shard].preempt(job.request)
+        del self._live[job.shard][job.request]
+        job.state, job.row = JobState.PREEMPTED, -1
+        self._preempted[job.shard].append(job)
+        self.counts["preemptions"] += 1
+
+    def _drafts(self, job: Job) -> int:
+        """How many drafts its next step may have: none at the end of a prompt, nor before a mask."""
+        request = job.request
+        assert request is not None
+        if not self.shapes.drafts or request.num_cached < request.num_prompt or job.prompt.mask is not None:
+            return 0
+        return max(min(self.shapes.drafts, request.max_tokens - request.num_cached - 1, job.left - 1), 0)
+
+    def _planned(self, each: list[list[tuple[Job, int]]]) -> Work:
+        """The call of these tokens: a loop if all decode and nobody waits, else one step."""
+        decoding = all(count == 1 for pairs in each for _, count in pairs) and self._tabled(each)
+        shape = self.shapes.decode if decoding else self.shapes.mixed
+        steps = self.shapes.steps if decoding and self._loops(each) else 1
+        drafts = [[self._drafts(job) if count == 1 else 0 for job, count in pairs] for pairs in each]
+        if self.shapes.drafts:
+            for shard, pairs in enumerate(each):
+                wanted = [(job, count + more) for (job, count), more in zip(pairs, drafts[shard], strict=True)]
+                if any(drafts[shard]) and self._lacks(shard, wanted, steps):
+                    drafts[shard], steps = [0] * len(pairs), 1
+        plans, transfers, rows, sent = [], [], list[list[Row]](), list[list[tuple[Job, int, int, bool]]]()
+        tokens = np.zeros((len(each), shape.tokens), np.int32)
+        source = np.full((len(each), shape.tokens), -1, np.int32)
+        masks: dict[int, np.ndarray] = {}
+        for shard, pairs in enumerate(each):
+            manager, at = self.managers[shard], 0
+            rows.append([])
+            sent.append([])
+            for row, ((job, count), more) in enumerate(zip(pairs, drafts[shard], strict=True)):
+                request = job.request
+                assert request is not None
+                start = request.num_cached
+                if job.ahead:
+                    source[shard, at] = job.row
+                else:
+                    tokens[shard, at : at + count] = request.tokens[start : start + count]
+                samples = start + count >= len(request.tokens)
+                text = request.tokens if job.fresh and samples else None
+                rows[shard].append(Row(job.prompt, job.seed, request.slot, count, samples, more, text))
+                job.fresh = job.fresh and not samples
+                sent[shard].append((job, count, more, samples))
+                at += count + more
+            wanted = [(job.request, count + more) for (job, count), more in zip(pairs, drafts[shard], strict=True)]
+            plans.append(manager.plan_step(wanted, steps=steps, shape=shape))
+            transfers.append(manager.take_transfers())
+        for live in self._live:
+            for job in live.values():
+                job.row = -1
+        for shard, entries in enumerate(sent):
+            for row, (job, _, _, samples) in enumerate(entries):
+                job.row = row
+                job.ahead += steps if samples else 0
+                if samples and job.prompt.mask is not None:
+                    self._mask(job, shard * shape.sequences + row, masks)
+        self._sent.append(_Sent(sent, steps))
+        self.counts["calls"] += 1
+        self.counts["steps"] += steps
+        self.counts["computed_tokens"] += sum(count for pairs in each for _, count in pairs) * steps
+        kind = "decode" if decoding else "mixed"
+        return Work(kind, plans, transfers, steps, tokens.reshape(-1), source.reshape(-1), rows, masks)
+
+    def _mask(self, job: Job, row: int, masks: dict[int, np.ndarray]) -> None:
+        """Asks a request which tokens may come next. One that raises ends when the step has run."""
+        words = np.zeros(-(-self.layout.cfg.vocab_size // 32), np.uint32)
+        assert job.prompt.mask is not None
+        try:
+            job.prompt.mask(job.out, words)
+            if not words.any():
+                raise RequestError("the mask allows no token")
+        except Exception as error:
+            self._end(job, "error", error)
+        else:
+            masks[row] = words
+
+    def _tabled(self, each: list[list[tuple[Job, int]]]) -> bool:
+        """Blocks found in the cache need table entries that decode plans have no room for."""
+        block = self.layout.block_tokens
+        for manager in self.managers:
+            manager.commit()
+        return all(
+            job.request.restores is None and job.request.num_tabled * block >= job.request.num_cached  # type: ignore[union-attr]
+            for pairs in each
+            for job, _ in pairs
+        )
+
+    def _loops(self, each: list[list[tuple[Job, int]]]) -> bool:
+        """Whether K steps can run at once: nobody waits, and each of them can go on for so long."""
+        steps = self.shapes.steps
+        if steps == 1 or self._waiting or self._masked or any(self._preempted):
+            return False
+        if sum(map(len, each)) != sum(map(len, self._live)):
+            return False
+        for shard, pairs in enumerate(each):
+            wanted = [(job, 1 + self._drafts(job)) for job, _ in pairs]
+            for job, count in wanted:
+                request = job.request
+                assert request is not None
+                if request.num_cached + steps * count > request.max_tokens or len(request.tokens) > request.num_cached + 1:
+                    return False
+                if self.shapes.drafts and request.num_cached < request.num_prompt:
+                    return False
+            if self._lacks(shard, wanted, steps):
+                return False
+        return True
+
+    # Results
+
+    def take(self, drawn: Drawn, now: float) -> list[Output]:
+        """Takes up what the oldest call under way has sampled; returns what there is to tell, of ended requests too."""
+        sent = self._sent.popleft()
+        for shard, entries in enumerate(sent.rows):
+            manager = self.managers[shard]
+            for row, (job, _, drafts, samples) in enumerate(entries):
+                request = job.request
+                if job.state is not JobState.LIVE or request is None or not samples:
+                    continue
+                job.ahead -= sent.steps
+                ids = drawn.tokens[shard][row]
+                if drafts:
+                    manager.accept(request, len(ids))
+                self._sampled(job, request, ids, drawn, shard, row)
+        return self.drain()
+
+    def _sampled(
+        self, job: Job, request: Request, ids: list[int], drawn: Drawn, shard: int, row: int
+    ) -> None:
+        prompt, most = job.prompt, job.prompt.max_new_tokens - len(job.out)
+        kept = next((i for i, token in enumerate(ids[:most]) if token in prompt.stop_tokens), min(most, len(ids)))
+        stopped, error = kept < min(most, len(ids)), None
+        new = ids[:kept]
+        job.out += new
+        request.tokens += new
+        self.counts["sampled_tokens"] += len(new)
+        finish = "stop" if stopped else "length" if len(job.out) >= prompt.max_new_tokens else None
+        if prompt.stop_after is not None and new:
+            try:
+                if prompt.stop_after(new):
+                    finish = "stop"
+            except Exception as problem:
+                finish, error = "error", problem
+        more: dict[str, Any] = {}
+        if prompt.logprobs is not None and drawn.logprobs is not None:
+            more["logprobs"] = drawn.logprobs[shard][row][:kept]
+            if prompt.logprobs and drawn.top is not None:
+                top = drawn.top[shard][row][:kept]
+                more["top"] = [(i[: prompt.logprobs], p[: prompt.logprobs]) for i, p in top]
+        if finish is not None:
+            self._end(job, finish, error, tokens=new, **more)
+        elif new:
+            self._tell(job, tokens=new, **more)
+
+    def drain(self) -> list[Output]:
+        """What there is to tell now."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _tell(self, job: Job, **what: Any) -> None:
+        weights = self.managers[0].weights_id
+        self._outputs.append(Output(job.id, job.index, cached=max(job.cached, 0), weights_id=weights, **what))
+
+    def _end(self, job: Job, finish: str, error: Exception | None = None, **what: Any) -> None:
+        """It has ended: its slot and its blocks are free."""
+        if job.state is JobState.QUEUED:
+            self._waiting -= 1
+            self._stale += 1
+        elif job.state is not JobState.ENDED:
+            assert job.request is not None
+            self.managers[job.shard].release_request(job.request)
+            if job.state is JobState.LIVE:
+                del self._live[job.shard][job.request]
+            else:
+                self._preempted[job.shard].remove(job)
+            self._forget(job)
+        job.state, job.request = JobState.ENDED, None
+        if self._stale > 64 + self._waiting:
+            self._sweep()
+        jobs = self._jobs[job.id]
+        jobs.remove(job)
+        if not jobs:
+            del self._jobs[job.id]
+        self.counts[f"ended_{finish}"] += 1
+        self._tell(job, finish=finish, error=error, **what)
+
+    def _sweep(self) -> None:
+        """Takes those that have ended out of the queue: else many that come and go would fill it."""
+        self._stale = 0
+        for tenant, heap in list(self._queue.items()):
+            heap[:] = [entry for entry in heap if entry[2].state is JobState.QUEUED]
+            heapq.heapify(heap)
+            if not heap:
+                del self._queue[tenant]
+        self._fetching = [job for job in self._fetching if job.state is JobState.QUEUED]
+        self._deadlines = [entry for entry in self._deadlines if entry[2].state is not JobState.ENDED]
+        heapq.heapify(self._deadlines)
+
+    def _forget(self, job: Job) -> None:
+        self._masked -= job.prompt.mask is not None
+        self._tenants[job.tenant] -= 1
+        if not self._tenants[job.tenant]:
+            del self._tenants[job.tenant]
+
+    # When things go wrong, and when weights change
+
+    def fail(self, error: Exception) -> list[Output]:
+        """The calls under way are lost, and the cache with them: their requests end in this error, the others begin anew.
+
+        The executor's cache has to be an empty one afterwards (`Executor.recover`).
+        """
+        lost = {job: None for sent in self._sent for entries in sent.rows for job, *_ in entries}
+        self._begin_again(lost, error)
+        self.counts["failures"] += 1
+        return self.drain()
+
+    def forget(self, **weights: Any) -> None:
+        """Nothing that was cached counts any more; live requests begin anew from their texts. No call is under way.
+
+        Args:
+            weights: `weights_id`, if other weights are used from now on.
+
+        Raises:
+            EngineError: calls are under way.
+        """
+        if self._sent:
+            raise EngineError(f"{len(self._sent)} calls of the device are under way")
+        self._begin_again((), None, **weights)
+
+    def _begin_again(self, lost: Iterable[Job], error: Exception | None, **weights: Any) -> None:
+        self._sent.clear()
+        again = [job for live in self._live for job in live.values()]
+        again += [job for waiting in self._preempted for job in waiting]
+        for manager in self.managers:
+            manager.reset(**weights)
+        self._live = [{} for _ in self.managers]
+        self._preempted = [[] for _ in self.managers]
+        gone = {*lost}
+        for job in sorted(again, key=lambda job: job.order):
+            self._forget(job)
+            job.request, job.state = None, JobState.QUEUED
+            self._waiting += 1
+            if job in gone:
+                self._end(job, "error", error)
+            else:
+                self._waiting -= 1  # it is counted where it is put in the queue
+                self._enqueue(job)
+
+    @property
+    def jobs(self) -> Iterator[Job]:
+        """All that have not ended."""
+        return (job for jobs in self._jobs.values() for job in jobs)
+
+
+def _check_alike(managers: list[KVCacheManager]) -> None:
+    if not managers:
+        raise PlanError("no manager")
+    if others := [manager for manager in managers if not isinstance(manager, KVCacheManager)]:
+        raise PlanError(f"expected a manager for each data shard, got {shown(others[0])}")
+    if len({id(manager) for manager in managers}) < len(managers):
+        raise PlanError("one manager was given for several data shards: each has blocks of its own")
+    first = managers[0]
+    for i, manager in enumerate(managers):
+        if (manager.layout, manager.arrays, manager.size, manager.host_size) != (
+            first.layout,
+            first.arrays,
+            first.size,
+            first.host_size,
+        ):
+            raise PlanError(f"the manager of shard {i} is of another cache than that of shard 0")
+
+
+def _cached(manager: KVCacheManager, prompt: Prompt) -> int:
+    """Blocks of a prompt with which a request would begin."""
+    if not manager.cache.caching:
+        return 0
+    digests = manager.digests(prompt.tokens, namespace=prompt.namespace, items=prompt.items)
+    return manager.cache.tree.match(digests, len(prompt.tokens)).hit
+
+
+def shapes_of(
+    manager: KVCacheManager, chunk_tokens: int, *, steps: int = 1, drafts: int = 0, ahead: bool = True
+) -> Shapes:
+    """The shapes of an executor's steps for such a manager.
+
+    Args:
+        chunk_tokens: most tokens of a step.
+        steps, drafts, ahead: as in `Shapes`.
+
+    Raises:
+        PlanError: a step has no room for a token of each slot, and its drafts.
+    """
+    rows = manager.size.num_slots
+    if chunk_tokens < rows * (1 + drafts):
+        each = f", times {1 + drafts} with drafts" if drafts else ""
+        raise PlanError(f"chunk_tokens must be at least the number of slots {rows}{each}, got {chunk_tokens}")
+    mixed = manager.pinned_shape(rows, chunk_tokens, history=True)
+    decode = manager.pinned_shape(rows, rows * (1 + drafts), steps=steps)
+    return Shapes(_wider(manager, mixed, drafts), _wider(manager, decode, drafts), steps, drafts, ahead)
+
+
+def _wider(manager: KVCacheManager, shape: StepShape, drafts: int) -> StepShape:
+    """With room for the table entries of drafts."""
+    more = shape.sequences * (1 + drafts // manager.layout.block_tokens) if drafts else 0
+    return dataclasses.replace(shape, table_entries=shape.table_entries + more)

@@ -1,0 +1,123 @@
+"""What the core sends to whatever runs steps, and what comes back. Imports no jax."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from ..manager import StepShape
+from ..manager.transfers import Transfers
+from ..plan import StepPlan
+from .prompt import Prompt
+
+__all__ = ["Drawn", "Executor", "Pending", "Row", "Shapes", "Work"]
+
+class Row(NamedTuple):
+    """A sequence of a step.
+
+    Attributes:
+        prompt: of its request.
+        seed: of its random numbers.
+        slot: of its request, the same as long as it is live.
+        count: its tokens in the step that are known, or fed from the call before.
+        samples: whether it samples: its last known token is the last of its text.
+        drafts: tokens beyond `count` that the step may guess.
+        text: ids of its whole text, if it samples for the first time since it has this slot; else None.
+    """
+
+    prompt: Prompt
+    seed: int
+    slot: int
+    count: int
+    samples: bool
+    drafts: int = 0
+    text: Sequence[int] | None = None
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """A call of the device: a step of every data shard, or K of them.
+
+    Attributes:
+        kind: "mixed" (chunks of prompts among decodes) or "decode" (one token of each row, and its drafts).
+        plans: of each data shard.
+        transfers: of each data shard, to be run before.
+        steps: K.
+        tokens: [shards * T] int32 in the plans' order; 0 where the call before gives the token, and of drafts.
+        source: [shards * T] int32: the row of the call before (of the same shard) whose last token is fed; -1: none.
+        rows: of each data shard, in the plan's order.
+        masks: row (counted over all shards) -> uint32 [words] of the tokens that it may sample.
+    """
+
+    kind: str
+    plans: Sequence[StepPlan]
+    transfers: Sequence[Transfers]
+    steps: int
+    tokens: np.ndarray
+    source: np.ndarray
+    rows: Sequence[Sequence[Row]]
+    masks: dict[int, np.ndarray]
+
+class Drawn(NamedTuple):
+    """What a call has sampled, by data shard and row.
+
+    Attributes:
+        tokens: of each row, in order; of one that does not sample, anything.
+        logprobs, top: of each, as `Output`; None if no row asked for them.
+        experts: of each row, int16 [layers, tokens, k]; None if no row asked for them.
+    """
+
+    tokens: Sequence[Sequence[list[int]]]
+    logprobs: Sequence[Sequence[list[float]]] | None = None
+    top: Sequence[Sequence[list[tuple[list[int], list[float]]]]] | None = None
+    experts: Sequence[Sequence[np.ndarray]] | None = None
+
+class Pending(Protocol):
+    """A call that is under way."""
+
+    def get(self) -> Drawn:
+        """Waits for it. Raises what went wrong on the device."""
+        ...
+
+class Shapes(NamedTuple):
+    """Of the steps that an executor runs, for each data shard.
+
+    Attributes:
+        mixed, decode: of the kinds of step; `decode` has room for K steps and drafts.
+        steps: K of a loop, 1: none.
+        drafts: most drafts of a row.
+        ahead: whether a call can be fed from the one before it.
+    """
+
+    mixed: StepShape
+    decode: StepShape
+    steps: int = 1
+    drafts: int = 0
+    ahead: bool = True
+
+class Executor(Protocol):
+    """Runs steps, in the order sent, and decides nothing.
+
+    Attributes:
+        shapes: of its steps.
+    """
+
+    shapes: Shapes
+
+    def check(self, prompt: Prompt) -> None:
+        """Raises `RequestError` if its steps cannot do what the prompt asks for. From any thread."""
+        ...
+
+    def send(self, work: Work) -> Pending:
+        """Starts a call, without waiting for it."""
+        ...
+
+    def move(self, transfers: Sequence[Transfers]) -> None:
+        """Runs copies between tiers that no step waits for."""
+        ...
+
+    def recover(self) -> None:
+        """All calls under way are lost, and the cache with them: an empty one."""
+        ...

@@ -1,0 +1,86 @@
+"""A request as the core sees it: one sample of a prompt. Imports no jax."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Hashable
+from typing import Any
+
+from ..manager import Request
+from .prompt import Prompt, expires, sample_seed
+
+__all__ = ["Job", "JobState"]
+
+
+class JobState(enum.Enum):
+    QUEUED = "queued"
+    LIVE = "live"
+    PREEMPTED = "preempted"
+    ENDED = "ended"
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Job:
+    """One sample of a prompt.
+
+    Attributes:
+        id: of its prompt.
+        index: of the sample.
+        order: the first to be added has the lowest.
+        rank: who has the lowest goes first; a level of priority is worth `Limits.aging` seconds of waiting.
+        expires: when its deadline is over.
+        out: ids sampled so far, as far as they are known.
+        ahead: tokens that calls under way sample for it.
+        row: its row in the call sent last; -1: none.
+        fresh: whether it has sampled nothing since it became live.
+        cached: tokens of its prompt that were found in the cache; -1: it was not admitted yet.
+        shard: of its request; of one in the queue whose prompt storage is asked for, where that comes to.
+        fetch: what storage is asked for its prompt (`done`); None: nothing.
+        patience: until when it waits for that.
+    """
+
+    id: Hashable
+    index: int
+    prompt: Prompt
+    seed: int
+    order: int
+    rank: float
+    added: float
+    expires: float = math.inf
+    state: JobState = JobState.QUEUED
+    request: Request | None = None
+    shard: int = 0
+    out: list[int] = dataclasses.field(default_factory=list)
+    ahead: int = 0
+    row: int = -1
+    fresh: bool = True
+    cached: int = -1
+    admitted: float = 0.0
+    fetch: Any = None
+    patience: float = math.inf
+
+    @classmethod
+    def of(cls, prompt: Prompt, name: Hashable, index: int, order: int, now: float, aging: float) -> Job:
+        """Sample `index` of a prompt that is added now."""
+        rank = prompt.priority * aging + now
+        return cls(
+            name, index, prompt, sample_seed(prompt.seed, index), order, rank, now, expires(prompt.deadline, now)
+        )
+
+    @property
+    def left(self) -> int:
+        """Tokens that it may still sample, without those under way."""
+        return self.prompt.max_new_tokens - len(self.out) - self.ahead
+
+    @property
+    def text(self) -> list[int]:
+        """Ids known so far, prompt and answer."""
+        return [*self.prompt.tokens.tolist(), *self.out]  # type: ignore[union-attr]
+
+    @property
+    def tenant(self) -> Hashable:
+        """Whose share of the engine it takes."""
+        space = self.prompt.namespace
+        return None if space is None else space.tenant

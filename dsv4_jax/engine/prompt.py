@@ -1,0 +1,187 @@
+"""What is asked of an engine, and what it answers. Imports no jax."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..checks import as_int, check_boolean, check_integer, check_seconds, shown
+from ..errors import RequestError
+from ..manager import Arrival, MediaItem, Namespace
+from ..manager.prefix.token_ids import token_ids
+
+__all__ = ["Completion", "Mask", "Output", "Prompt"]
+
+# Fills the row [ceil(vocab / 32)] uint32 with the tokens that may come after these ids: bit i % 32 of word i // 32.
+Mask = Callable[[Sequence[int], np.ndarray], object]
+MAX_SAMPLES, MAX_PRIORITY = 1024, 1 << 20
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Prompt:
+    """One request of an engine. Immutable; checked when it is made, but for what depends on the engine.
+
+    Attributes:
+        tokens: ids of the prompt, at least one.
+        max_new_tokens: sampled for it at most.
+        sampling: a `model.Sampling`; None: always the likeliest token.
+        stop_tokens: it ends before the first of these that is sampled.
+        stop_after: called in the engine's thread with the ids newly sampled; true: it ends behind them, as "stop".
+        n: answers, each from random numbers of its own; they share the prompt's blocks.
+        seed: of the random numbers, 64 bits. The draws depend on it, the sample's index and the position alone.
+        namespace: who may share its blocks; `Namespace.tenant` has a share of the engine's time, too.
+        items: multimodal items of the prompt.
+        priority: small is urgent. One that waits gains a level every `Limits.aging` seconds.
+        deadline: seconds from when it is added until it ends as "deadline", whatever it has by then.
+        logprobs: None: none; 0: the raw log-probability of each sampled token; N: also the N likeliest tokens of each
+            place and theirs.
+        mask: fills a row with the tokens that may come next, before each step that samples for it.
+        routed_experts: whether outputs say which experts the tokens went to.
+        reuse: "output": the next turn goes on from the answer; "prompt": from the prompt only (the answer is left out
+            of it), so that no state is kept at the end of the answer.
+        export: it ends as "handoff" at its last block boundary, and others go on with it (`Output.lease`).
+        arrival: its prefix comes from another host.
+        id: any hashable that no other request of the engine has; default: a number that only grows.
+
+    Raises:
+        RequestError: naming the attribute.
+    """
+
+    tokens: Sequence[int] | np.ndarray
+    max_new_tokens: int = 64
+    sampling: Any = None
+    stop_tokens: Collection[int] = ()
+    stop_after: Callable[[list[int]], object] | None = None
+    n: int = 1
+    seed: int = 0
+    namespace: Namespace | None = None
+    items: Iterable[MediaItem] = ()
+    priority: int = 0
+    deadline: float | None = None
+    logprobs: int | None = None
+    mask: Mask | None = None
+    routed_experts: bool = False
+    reuse: str = "output"
+    export: bool = False
+    arrival: Arrival | None = None
+    id: Hashable | None = None
+
+    def __post_init__(self) -> None:
+        put: Callable[[str, Any], None] = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
+        if isinstance(self.tokens, str | bytes) or not hasattr(self.tokens, "__len__"):
+            raise RequestError(f"tokens must be a sequence of token ids, got {shown(self.tokens)}")
+        ids = np.array(token_ids(self.tokens), np.int32)  # a copy: nobody changes it
+        ids.setflags(write=False)
+        put("tokens", ids)
+        if not len(self.tokens):
+            raise RequestError("tokens is empty: a prompt has one token at least")
+        for name, low, high in (
+            ("max_new_tokens", 1, 2**31 - 1),
+            ("n", 1, MAX_SAMPLES),
+            ("seed", -(2**63), 2**64 - 1),
+            ("priority", -MAX_PRIORITY, MAX_PRIORITY),
+        ):
+            put(name, check_integer(name, getattr(self, name), low, high, error=RequestError))
+        if self.logprobs is not None:
+            put("logprobs", check_integer("logprobs", self.logprobs, 0, 2**31 - 1, error=RequestError))
+        if self.deadline is not None:
+            put("deadline", check_seconds("deadline", self.deadline, error=RequestError))
+        for name in ("stop_after", "mask"):
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                raise RequestError(f"{name} must be callable or None, got {shown(getattr(self, name))}")
+        for name in ("routed_experts", "export"):
+            put(name, check_boolean(name, getattr(self, name), error=RequestError))
+        put("stop_tokens", _stops(self.stop_tokens))
+        put("items", tuple(self.items))
+        if self.namespace is not None and not isinstance(self.namespace, Namespace):
+            raise RequestError(f"namespace must be a Namespace or None, got {shown(self.namespace)}")
+        if self.reuse not in ("output", "prompt"):
+            raise RequestError(f'reuse must be "output" or "prompt", got {shown(self.reuse)}')
+        if self.export and self.n > 1:
+            raise RequestError(f"export: a hand-off is of one request, n is {self.n}")
+        if self.arrival is not None and not isinstance(self.arrival, Arrival):
+            raise RequestError(f"arrival must be an Arrival or None, got {shown(self.arrival)}")
+
+
+class Output(NamedTuple):
+    """What became of a request since its last output.
+
+    Attributes:
+        id: the request's.
+        index: of its sample, 0..n-1.
+        tokens: newly sampled, stop token left out.
+        logprobs: raw log-probability of each; empty if not asked for.
+        top: of each, pairs of the likeliest ids and their log-probabilities, likeliest first; empty if not asked for.
+        finish: None: it goes on; "stop", "length", "abort", "deadline", "handoff" or "error".
+        error: what went wrong, if it ended in "error".
+        cached: tokens of its prompt that were found in the cache.
+        weights_id: name of the weights that gave these tokens.
+        experts: int16 [layers, tokens, k], of the tokens computed since the last output; None if not asked for.
+        lease: of its hand-off, if it ended in "handoff".
+    """
+
+    id: Hashable
+    index: int = 0
+    tokens: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
+    top: Sequence[tuple[Sequence[int], Sequence[float]]] = ()
+    finish: str | None = None
+    error: Exception | None = None
+    cached: int = 0
+    weights_id: Any = None
+    experts: np.ndarray | None = None
+    lease: str | None = None
+
+
+@dataclasses.dataclass
+class Completion:
+    """All of a sample's outputs together; attributes as those of `Output`."""
+
+    id: Hashable
+    index: int = 0
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    top: list[tuple[Sequence[int], Sequence[float]]] = dataclasses.field(default_factory=list)
+    finish: str | None = None
+    error: Exception | None = None
+    cached: int = 0
+    weights_id: Any = None
+    experts: list[np.ndarray] = dataclasses.field(default_factory=list)
+    lease: str | None = None
+
+    def add(self, output: Output) -> None:
+        """Takes up the next output."""
+        self.tokens += output.tokens
+        self.logprobs += output.logprobs
+        self.top += output.top
+        if output.experts is not None:
+            self.experts.append(output.experts)
+        self.finish, self.error, self.lease = output.finish, output.error, output.lease
+        self.cached, self.weights_id = output.cached, output.weights_id
+
+
+def _stops(tokens: Collection[int]) -> frozenset[int]:
+    if isinstance(tokens, str | bytes):
+        raise RequestError(f"stop_tokens must be token ids, got {shown(tokens)}")
+    try:
+        ids = [(as_int(token), token) for token in tokens]
+    except TypeError:
+        raise RequestError(f"stop_tokens must be token ids, got {shown(tokens)}") from None
+    for number, token in ids:
+        if number is None:
+            raise RequestError(f"stop_tokens must be integers, got {shown(token)}")
+    return frozenset(number for number, _ in ids if number is not None)
+
+
+def sample_seed(seed: int, index: int) -> int:
+    """Returns the seed of a prompt's sample: its own for the first, so that one answer is that of `n=1`."""
+    # SplitMix64's increment: seeds of samples differ in all bits, and from those of the next seeds' samples.
+    return (seed + index * 0x9E3779B97F4A7C15) % 2**64
+
+
+def expires(deadline: float | None, now: float) -> float:
+    return math.inf if deadline is None else now + deadline
