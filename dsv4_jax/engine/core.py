@@ -34,6 +34,7 @@ from ..errors import (
 )
 from ..manager import KVCacheManager, Request, StepShape
 from ..manager.prefix.token_ids import check_range
+from ..manager.transfers import Transfers
 from .executor import Drawn, Row, Shapes, Work
 from .job import Job, JobState
 from .prompt import Output, Prompt
@@ -104,6 +105,7 @@ class Core:
         depth: most calls under way.
         counts: what has happened so far, by name.
         paused: while it is true nothing is planned.
+        asleep: whether the device's memory is given up.
 
     Raises:
         PlanError: the managers are not alike, or the shapes not theirs.
@@ -127,7 +129,7 @@ class Core:
         self.shapes, self.limits, self.storage = shapes, limits, [*storage]
         self.layout = self.managers[0].layout
         self.depth = 2 if check_boolean("ahead", ahead, error=PlanError) and shapes.ahead and not shapes.drafts else 1
-        self.paused = False
+        self.paused = self.asleep = False
         self.counts = collections.Counter[str]()
         self._jobs: dict[Hashable, list[Job]] = {}  # that have not ended, by id
         self._queue: dict[Hashable, list[tuple[float, int, Job]]] = {}  # heaps, by tenant
@@ -168,15 +170,18 @@ class Core:
         first = self.managers[0]
         return min(first.context_limit, first.pool_limit)
 
-    def add(self, prompt: Prompt, now: float) -> Hashable:
+    def add(self, prompt: Prompt, now: float, *, name: Hashable | None = None) -> Hashable:
         """Puts a prompt in the queue; returns its id. It has changed nothing if it raises.
+
+        Args:
+            name: its id, if the prompt has none.
 
         Raises: as `check`, and:
             RequestError: its id is in use, or cannot be one.
             QueueFullError: too many wait already.
         """
         self.check(prompt)
-        name = prompt.id
+        name = wanted = prompt.id if name is None else name
         try:
             used = name is not None and name in self._jobs
         except TypeError:
@@ -185,7 +190,7 @@ class Core:
             raise RequestError(f"id {shown(name)} is in use")
         if self._waiting + prompt.n > self.limits.queued:
             raise QueueFullError(self._waiting, self.limits.queued)
-        while name is None or (prompt.id is None and name in self._jobs):
+        while name is None or (wanted is None and name in self._jobs):
             self._order += 1
             name = self._order
         aging = self.limits.aging
@@ -246,6 +251,16 @@ class Core:
         """Requests that wait for their blocks again."""
         return sum(map(len, self._preempted))
 
+    @property
+    def fetching(self) -> int:
+        """Requests whose prompts are looked for in storage or on other hosts."""
+        return len(self._fetching)
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When the next deadline is over, on the caller's clock; None: there is none."""
+        return self._deadlines[0][0] if self._deadlines else None
+
     def plan(self, now: float) -> Work | None:
         """The next call, to be sent at once; None: there is nothing that can be planned before results are there.
 
@@ -256,7 +271,7 @@ class Core:
             job = heapq.heappop(self._deadlines)[2]
             if job.state is not JobState.ENDED:
                 self._end(job, "deadline")
-        if self.paused or len(self._sent) >= self.depth or (self._sent and self._masked):
+        if self.paused or self.asleep or len(self._sent) >= self.depth or (self._sent and self._masked):
             return None
         self._bring_in(now)
         if not any(self._live):
@@ -369,9 +384,7 @@ class Core:
             return [self.managers.index(prompt.arrival.manager)]
         cached = [_cached(manager, prompt) for manager in self.managers]
         home = job.shard if job.fetch is not None else -1
-        return sorted(
-            range(len(cached)), key=lambda shard: (-cached[shard], shard != home, len(self._live[shard]))
-        )
+        return sorted(range(len(cached)), key=lambda shard: (-cached[shard], shard != home, len(self._live[shard])))
 
     def _enter(self, job: Job, shard: int, request: Request) -> None:
         if job.state is JobState.QUEUED:
@@ -475,7 +488,7 @@ class Core:
             manager, at = self.managers[shard], 0
             rows.append([])
             sent.append([])
-            for row, ((job, count), more) in enumerate(zip(pairs, drafts[shard], strict=True)):
+            for (job, count), more in zip(pairs, drafts[shard], strict=True):
                 request = job.request
                 assert request is not None
                 start = request.num_cached
@@ -544,7 +557,9 @@ class Core:
             for job, count in wanted:
                 request = job.request
                 assert request is not None
-                if request.num_cached + steps * count > request.max_tokens or len(request.tokens) > request.num_cached + 1:
+                if request.num_cached + steps * count > request.max_tokens:
+                    return False
+                if len(request.tokens) > request.num_cached + 1:  # it has to be fed what it knows
                     return False
                 if self.shapes.drafts and request.num_cached < request.num_prompt:
                     return False
@@ -570,9 +585,7 @@ class Core:
                 self._sampled(job, request, ids, drawn, shard, row)
         return self.drain()
 
-    def _sampled(
-        self, job: Job, request: Request, ids: list[int], drawn: Drawn, shard: int, row: int
-    ) -> None:
+    def _sampled(self, job: Job, request: Request, ids: list[int], drawn: Drawn, shard: int, row: int) -> None:
         prompt, most = job.prompt, job.prompt.max_new_tokens - len(job.out)
         kept = next((i for i, token in enumerate(ids[:most]) if token in prompt.stop_tokens), min(most, len(ids)))
         stopped, error = kept < min(most, len(ids)), None
@@ -651,7 +664,7 @@ class Core:
     # When things go wrong, and when weights change
 
     def fail(self, error: Exception) -> list[Output]:
-        """The calls under way are lost, and the cache with them: their requests end in this error, the others begin anew.
+        """The calls under way are lost, the cache with them: their requests end in this error, the others begin anew.
 
         The executor's cache has to be an empty one afterwards (`Executor.recover`).
         """
@@ -672,6 +685,31 @@ class Core:
         if self._sent:
             raise EngineError(f"{len(self._sent)} calls of the device are under way")
         self._begin_again((), None, **weights)
+
+    def sleep(self) -> list[Transfers]:
+        """Nothing is planned until `wakeup`. Returns what has to leave the device before its memory is given up.
+
+        Raises:
+            EngineError: calls are under way, or it sleeps already.
+        """
+        if self._sent or self.asleep:
+            raise EngineError("it sleeps already" if self.asleep else f"{len(self._sent)} calls are under way")
+        for shard, live in enumerate(self._live):
+            self.managers[shard].sleep()
+            for job in live.values():
+                job.state, job.row = JobState.PREEMPTED, -1
+            self._preempted[shard] += live.values()
+            live.clear()
+        self.asleep = True
+        return [manager.take_transfers() for manager in self.managers]
+
+    def wakeup(self) -> None:
+        """The device has memory again, with any content. Raises `EngineError` if it does not sleep."""
+        if not self.asleep:
+            raise EngineError("it does not sleep")
+        for manager in self.managers:
+            manager.wakeup()
+        self.asleep = False
 
     def _begin_again(self, lost: Iterable[Job], error: Exception | None, **weights: Any) -> None:
         self._sent.clear()

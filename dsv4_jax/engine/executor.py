@@ -15,6 +15,7 @@ from .prompt import Prompt
 
 __all__ = ["Drawn", "Executor", "Pending", "Row", "Shapes", "Work"]
 
+
 class Row(NamedTuple):
     """A sequence of a step.
 
@@ -35,6 +36,7 @@ class Row(NamedTuple):
     samples: bool
     drafts: int = 0
     text: Sequence[int] | None = None
+
 
 @dataclasses.dataclass(frozen=True)
 class Work:
@@ -60,6 +62,7 @@ class Work:
     rows: Sequence[Sequence[Row]]
     masks: dict[int, np.ndarray]
 
+
 class Drawn(NamedTuple):
     """What a call has sampled, by data shard and row.
 
@@ -74,12 +77,14 @@ class Drawn(NamedTuple):
     top: Sequence[Sequence[list[tuple[list[int], list[float]]]]] | None = None
     experts: Sequence[Sequence[np.ndarray]] | None = None
 
+
 class Pending(Protocol):
     """A call that is under way."""
 
     def get(self) -> Drawn:
         """Waits for it. Raises what went wrong on the device."""
         ...
+
 
 class Shapes(NamedTuple):
     """Of the steps that an executor runs, for each data shard.
@@ -96,6 +101,7 @@ class Shapes(NamedTuple):
     steps: int = 1
     drafts: int = 0
     ahead: bool = True
+
 
 class Executor(Protocol):
     """Runs steps, in the order sent, and decides nothing.

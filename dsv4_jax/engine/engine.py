@@ -1,0 +1,491 @@
+"""`Engine`: one thread that owns the core and the executor; other threads, and asyncio, add requests and read outputs.
+
+    engine = Engine(Core(manager, executor.shapes), executor)
+    for output in engine.add(Prompt(tokens=ids, max_new_tokens=100)):
+        ...
+
+What other threads ask for goes into an inbox that the thread empties once a turn; what it tells is read from copies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import concurrent.futures
+import contextlib
+import gc
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, NamedTuple, Self, TypeVar
+
+from ..checks import check_boolean, check_seconds, shown
+from ..errors import EngineError, PlanError, QueueFullError, RequestError
+from .core import Core
+from .executor import Executor, Pending
+from .handle import Handle
+from .prompt import Completion, Output, Prompt
+
+__all__ = ["Engine", "EngineStats"]
+
+T = TypeVar("T")
+POLL = 1e-3  # seconds between looks at stores and peers while there is nothing to compute
+YOUNG = 50_000  # objects made before Python's collector looks at the youngest, with `freeze`: else it does every 700
+
+
+class EngineStats(NamedTuple):
+    """An engine at the end of a turn.
+
+    Attributes:
+        queued, live, preempted: requests that wait to be admitted, that have a slot, that wait for blocks again.
+        counts: what has happened since it began, by name: "added", "calls", "steps", "computed_tokens",
+            "sampled_tokens", "prompt_tokens", "cached_tokens", "preemptions", "failures", "ended_stop", ...
+        turn_s: seconds of the host's work in the turn, without waiting for the device.
+        paused: whether nothing is planned.
+    """
+
+    queued: int
+    live: int
+    preempted: int
+    counts: dict[str, int]
+    turn_s: float
+    paused: bool
+
+
+class Engine:
+    """Serves requests: many at once, from any thread.
+
+    Args:
+        core: decides; the engine's own from now on.
+        executor: runs steps; the engine's own as well.
+        watchdog: seconds that a call of the device may take until all requests end in an error; None: any time.
+        freeze: keep Python's garbage collector from looking at everything that exists when the engine begins, and
+            let it look less often: it stops all threads meanwhile (0.3 to 1.3 s in long runs, 0.04 without).
+        clock: seconds.
+
+    Raises:
+        PlanError: an argument of another kind.
+
+    A context manager: leaving it closes the engine.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        executor: Executor,
+        *,
+        watchdog: float | None = None,
+        freeze: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        if not isinstance(core, Core):
+            raise PlanError(f"core must be a Core, got {shown(core)}")
+        if core.shapes != executor.shapes:
+            raise PlanError("the core plans steps of other shapes than the executor runs")
+        self._watchdog = None if watchdog is None else check_seconds("watchdog", watchdog, error=PlanError)
+        self._freeze = check_boolean("freeze", freeze, error=PlanError)
+        self._core, self._executor, self._clock = core, executor, clock
+        self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # of what follows
+        self._handles: dict[Hashable, Handle] = {}
+        self._entering = 0  # requests in the inbox
+        self._numbers = itertools.count(1)
+        self._closed: EngineError | None = None
+        self._hung: EngineError | None = None
+        self._since: float | None = None  # when the thread began to wait for the device
+        self._under_way: collections.deque[Pending] = collections.deque()
+        self._stop = False
+        self._turn_s = 0.0
+        self._stats = self._now()
+        self._thresholds = gc.get_threshold()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="dsv4-engine", daemon=True)
+        self._thread.start()
+        if self._watchdog is not None:
+            threading.Thread(target=self._watch, name="dsv4-watchdog", daemon=True).start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # What is asked for, from any thread
+
+    def add(self, prompt: Prompt) -> Handle:
+        """Takes on a request; its outputs come by the handle.
+
+        Raises: as `Core.check`, and:
+            RequestError: its id is in use, or the executor's steps cannot do what it asks for.
+            QueueFullError: too many wait already.
+            EngineError: the engine is closed, or its device hangs.
+        """
+        self._core.check(prompt)
+        self._executor.check(prompt)
+        with self._lock:
+            self._check_open()
+            name = prompt.id
+            try:
+                used = name is not None and name in self._handles
+            except TypeError:
+                raise RequestError(f"an id must be hashable, got {shown(name)}") from None
+            if used:
+                raise RequestError(f"id {shown(name)} is in use")
+            waiting = self._core.queued + self._entering
+            if waiting + prompt.n > self._core.limits.queued:
+                raise QueueFullError(waiting, self._core.limits.queued)
+            while name is None or (prompt.id is None and name in self._handles):
+                name = next(self._numbers)
+            handle = self._handles[name] = Handle(name, prompt.n, self.abort)
+            self._entering += prompt.n
+            self._inbox.put(lambda: self._enter(prompt, handle))
+        return handle
+
+    def abort(self, name: Hashable) -> None:
+        """Ends the request of this id, as "abort", if there is one. Within a turn its blocks are free."""
+        self._inbox.put(lambda: self._core.abort(name))
+
+    def run(self, prompts: Iterable[Prompt]) -> list[list[Completion]]:
+        """Answers all of them; returns the samples of each, in order. As many are added as the queue takes.
+
+        Raises: as `add`; then those added before are aborted.
+        """
+        handles: list[Handle] = []
+        try:
+            for prompt in prompts:
+                while True:
+                    try:
+                        handles.append(self.add(prompt))
+                        break
+                    except QueueFullError:
+                        waiting = [handle for handle in handles if not handle.done]
+                        if not waiting:  # the queue is others'
+                            time.sleep(POLL)
+                        else:
+                            with contextlib.suppress(TimeoutError):
+                                waiting[0].results(0.05)
+            return [handle.results() for handle in handles]
+        except BaseException:
+            for handle in handles:
+                handle.abort()
+            raise
+
+    def stats(self) -> EngineStats:
+        """The engine at the end of its last turn. Waits for nothing."""
+        return self._stats
+
+    @property
+    def managers(self) -> Sequence[Any]:
+        """The managers, for what they tell any thread (`stats`, `digests`, ...)."""
+        return tuple(self._core.managers)
+
+    def pause(self) -> None:
+        """Returns when no call of the device is under way; none is planned until `resume`. Requests keep what they have."""
+        self._call(self._pause)
+
+    def resume(self, *, keep: bool = True) -> None:
+        """Goes on after `pause`.
+
+        Args:
+            keep: whether requests that were live go on; else they end, as "abort".
+        """
+        keep = check_boolean("keep", keep, error=EngineError)
+        self._call(lambda: self._resume(keep))
+
+    def update_weights(self, params: Any, weights_id: Any, *, donate: bool = False) -> None:
+        """Other weights from now on: nothing that the old ones computed is found again, and nothing is compiled again.
+
+        Requests that are live begin anew from what they have by then (`Output.weights_id` says whose a token is). Not
+        while the engine is paused for longer than this takes: `pause` before, to have a step of the trainer between.
+
+        Args:
+            params: of the same structure, shapes and dtypes as those in use; on other devices or the host they are
+                copied.
+            weights_id: their name (see `KVCacheManager`); another than before.
+            donate: whether the memory of the old ones is given up at once, whoever else holds them.
+
+        Raises:
+            RequestError: they do not fit, or have the name of those in use. Nothing has changed.
+            EngineError: the engine is closed.
+        """
+        self._call(lambda: self._update(params, weights_id, donate))
+
+    def sleep(self) -> None:
+        """Gives up the device's memory, the cache's and what is in it, for somebody else, until `wakeup`.
+
+        What is cached or live goes to the host tier as far as there is room. Requests wait.
+        """
+        self._call(self._sleep)
+
+    def wakeup(self) -> None:
+        """Takes memory for the cache again, and goes on. Raises what the device does if there is none."""
+        self._call(self._wakeup)
+
+    def close(self, *, drain: bool = False, timeout: float | None = None) -> None:
+        """Ends it: requests end as "abort", or, with `drain`, as they would. Nothing is added any more.
+
+        Args:
+            timeout: seconds to wait; then the thread ends when the device lets it.
+        """
+        with self._lock:
+            if self._closed is None:
+                self._closed = EngineError("the engine is closed")
+        self._inbox.put(lambda: self._quit(drain))
+        self._thread.join(timeout)
+
+    # The thread
+
+    def _run(self) -> None:
+        try:
+            if self._freeze:
+                gc.collect()
+                gc.freeze()
+                gc.set_threshold(YOUNG, *self._thresholds[1:])
+            while not (self._stop and self._core.idle):
+                self._turn()
+        except BaseException as error:  # the executor does not recover
+            problem = EngineError(f"the engine has ended: {type(error).__name__}: {error}")
+            problem.__cause__ = error
+            with self._lock:
+                self._closed = problem
+            self._fail_all(problem)
+        finally:
+            self._ended.set()
+            if self._freeze:
+                gc.unfreeze()
+                gc.set_threshold(*self._thresholds)
+            with self._lock:
+                closed = self._closed or EngineError("the engine is closed")
+            self._empty_inbox()
+            self._fail_all(closed)
+
+    def _turn(self) -> None:
+        """Plans and sends the next call, then waits for the one before it and tells what it brought."""
+        core, executor = self._core, self._executor
+        try:
+            self._empty_inbox()
+            began = self._clock()
+            work = core.plan(began)
+            if work is not None:
+                self._under_way.append(executor.send(work))
+            busy = self._poll(idle=work is None)
+            self._tell(core.drain())
+            self._turn_s = self._clock() - began
+            if self._under_way and (work is None or len(self._under_way) >= core.depth):
+                drawn = self._wait()
+                began = self._clock()
+                self._tell(core.take(drawn, began))
+                self._turn_s += self._clock() - began
+                work = work or True  # type: ignore[assignment]
+        except Exception as error:
+            self._fail(error)
+            return
+        self._stats = self._now()
+        if work is None and not self._stop:
+            self._rest(busy)
+
+    def _wait(self) -> Any:
+        """What the oldest call has drawn. Raises what went wrong with it; `EngineError` if it took too long."""
+        self._since = time.monotonic()
+        try:
+            drawn = self._under_way[0].get()
+        finally:
+            self._since = None
+        with self._lock:
+            hung = self._hung
+        if hung is not None:
+            raise hung
+        self._under_way.popleft()
+        return drawn
+
+    def _poll(self, *, idle: bool) -> bool:
+        """Goes on with what is under way beside the steps. Whether there is anything."""
+        poll = getattr(self._executor, "poll", None)
+        return bool(poll(idle=idle)) if poll is not None else False
+
+    def _rest(self, busy: bool) -> None:
+        """Nothing to compute: waits for the inbox, or for whatever is looked at again and again."""
+        core = self._core
+        nap: float | None = POLL if busy or core.fetching else None
+        if nap is None and (soonest := core.next_deadline) is not None:
+            nap = max(soonest - self._clock(), POLL)
+        if nap is None and (core.queued or core.live or core.preempted) and not core.paused:
+            nap = POLL  # room that comes without a call of ours: a lease that ends, say
+        try:
+            call = self._inbox.get(timeout=nap)
+        except queue.Empty:
+            return
+        try:
+            call()
+        except Exception as error:
+            self._fail(error)
+
+    def _empty_inbox(self) -> None:
+        while True:
+            try:
+                call = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            call()
+
+    def _enter(self, prompt: Prompt, handle: Handle) -> None:
+        with self._lock:
+            self._entering -= prompt.n
+            gone = self._handles.get(handle.id) is not handle
+        if gone:
+            return
+        try:
+            self._core.add(prompt, self._clock(), name=handle.id)
+        except Exception as error:
+            self._fail_one(handle, error)
+
+    def _tell(self, outputs: list[Output]) -> None:
+        """Gives outputs to their readers; each loop of asyncio is called once."""
+        if not outputs:
+            return
+        wake: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
+        for output in outputs:
+            handle = self._handles.get(output.id)
+            if handle is None:
+                continue
+            for loop, event in handle.put(output):
+                wake.setdefault(loop, []).append(event)
+            if handle.done:
+                with self._lock:
+                    self._handles.pop(output.id, None)
+        _wake(wake)
+
+    def _fail_one(self, handle: Handle, error: Exception) -> None:
+        with self._lock:
+            if self._handles.get(handle.id) is handle:
+                del self._handles[handle.id]
+        wake: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
+        for loop, event in handle.fail(error):
+            wake.setdefault(loop, []).append(event)
+        _wake(wake)
+
+    def _fail_all(self, error: Exception) -> None:
+        with self._lock:
+            handles = list(self._handles.values())
+        for handle in handles:
+            self._fail_one(handle, error)
+
+    def _fail(self, error: Exception) -> None:
+        """A step has failed: its requests end in this error, the others begin anew on an empty cache."""
+        self._under_way.clear()
+        self._executor.recover()
+        outputs = self._core.fail(error)
+        with self._lock:
+            hung, self._hung = self._hung is error, None
+        if hung:  # nobody reads any more
+            self._abort_all()
+        self._tell(outputs)
+        self._stats = self._now()
+
+    def _watch(self) -> None:
+        """The watchdog's thread: a device that hangs must not hang those who wait for it."""
+        assert self._watchdog is not None
+        while not self._ended.wait(self._watchdog / 8):
+            since = self._since
+            if since is None or time.monotonic() - since < self._watchdog or self._hung is not None:
+                continue
+            error = EngineError(f"a call of the device has been under way for {self._watchdog} s")
+            with self._lock:
+                self._hung = error
+            self._fail_all(error)
+
+    def _now(self) -> EngineStats:
+        core = self._core
+        return EngineStats(core.queued, core.live, core.preempted, dict(core.counts), self._turn_s, core.paused)
+
+    # Calls that the thread makes for others
+
+    def _check_open(self) -> None:
+        if self._closed is not None:
+            raise self._closed
+        if self._hung is not None:
+            raise self._hung
+
+    def _call(self, function: Callable[[], T]) -> T:
+        """Has the thread call this between two turns; returns what that returned."""
+        if threading.current_thread() is self._thread:
+            return function()
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def call() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            if self._ended.is_set():
+                future.set_exception(EngineError("the engine is closed"))
+                return
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+                if not isinstance(error, Exception):
+                    raise
+
+        with self._lock:
+            self._check_open()
+            self._inbox.put(call)
+        return future.result()
+
+    def _settle(self) -> None:
+        """Takes up all calls under way."""
+        try:
+            while self._under_way:
+                self._tell(self._core.take(self._wait(), self._clock()))
+        except Exception as error:
+            self._fail(error)
+
+    def _pause(self) -> None:
+        self._settle()
+        self._core.paused = True
+
+    def _resume(self, keep: bool) -> None:
+        if not keep:
+            for name in {job.id for job in list(self._core.jobs) if job.request is not None or job.out}:
+                self._core.abort(name)
+        self._core.paused = False
+
+    def _update(self, params: Any, weights_id: Any, donate: bool) -> None:
+        if any(manager.weights_id == weights_id for manager in self._core.managers):
+            raise RequestError(
+                f"weights_id {shown(weights_id)} is that of the weights in use: other weights, another id"
+            )
+        update = getattr(self._executor, "update", None)
+        if update is None:
+            raise EngineError("this executor has no weights")
+        self._settle()
+        update(params, donate, lambda: self._core.forget(weights_id=weights_id))
+
+    def _sleep(self) -> None:
+        self._settle()
+        self._executor.sleep(self._core.sleep())  # type: ignore[attr-defined]
+
+    def _wakeup(self) -> None:
+        self._executor.wakeup()  # type: ignore[attr-defined]
+        self._core.wakeup()
+
+    def _quit(self, drain: bool) -> None:
+        self._stop = True
+        self._core.paused = False
+        if not drain or self._core.asleep:
+            self._abort_all()
+
+    def _abort_all(self) -> None:
+        for name in {job.id for job in list(self._core.jobs)}:
+            self._core.abort(name)
+
+
+def _wake(wake: dict[asyncio.AbstractEventLoop, list[asyncio.Event]]) -> None:
+    for loop, events in wake.items():
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads any more
+            loop.call_soon_threadsafe(_set, events)
+
+
+def _set(events: list[asyncio.Event]) -> None:
+    for event in events:
+        event.set()

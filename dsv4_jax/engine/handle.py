@@ -1,0 +1,150 @@
+"""The reader's end of a request: outputs as they come, for threads and for asyncio. Imports no jax."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator
+
+import numpy as np
+
+from ..checks import check_seconds
+from ..errors import EngineError
+from .prompt import Completion, Output
+
+__all__ = ["Handle"]
+
+
+class Handle:
+    """A request that was added to an engine. Iterate over it (`for` or `async for`) for its outputs, as they come.
+
+    What comes while nobody reads waits here, joined: a slow reader gets fewer, longer outputs, and holds nobody up.
+    Leaving an iteration before its end (`break`, a cancelled task) aborts the request.
+
+    Attributes:
+        id: of the request.
+    """
+
+    def __init__(self, name: Hashable, samples: int, abort: Callable[[Hashable], object]):
+        self.id = name
+        self._completions = [Completion(name, i) for i in range(samples)]
+        self._changed = threading.Condition()
+        self._left = samples  # that have not ended
+        self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+        self._abort = abort
+
+    def __repr__(self) -> str:
+        return f"<Handle {self.id!r}: {self._left} of {len(self._completions)} samples go on>"
+
+    @property
+    def done(self) -> bool:
+        """Whether all its samples have ended."""
+        return self._left == 0
+
+    def abort(self) -> None:
+        """Ends it now, as "abort", if it has not ended. From any thread; waits for nothing."""
+        self._abort(self.id)
+
+    def results(self, timeout: float | None = None) -> list[Completion]:
+        """Waits for its end; returns all samples, in order. Raises `TimeoutError` if it takes longer (it goes on)."""
+        until = None if timeout is None else time.monotonic() + check_seconds("timeout", timeout, error=EngineError)
+        with self._changed:
+            while self._left:
+                rest = None if until is None else until - time.monotonic()
+                if rest is not None and rest <= 0:
+                    raise TimeoutError(f"request {self.id!r} has not ended in {timeout} s")
+                self._changed.wait(rest)
+        return self._completions
+
+    def result(self, timeout: float | None = None) -> Completion:
+        """Waits for its end; returns the first sample. Raises as `results`."""
+        return self.results(timeout)[0]
+
+    def __iter__(self) -> Iterator[Output]:
+        seen = _Seen(len(self._completions))
+        try:
+            while True:
+                with self._changed:
+                    while not (outputs := seen.news(self._completions)) and self._left:
+                        self._changed.wait()
+                if not outputs:
+                    return
+                yield from outputs
+        finally:
+            if self._left:
+                self.abort()
+
+    async def __aiter__(self) -> AsyncIterator[Output]:
+        seen, loop, event = _Seen(len(self._completions)), asyncio.get_running_loop(), asyncio.Event()
+        waiter = (loop, event)
+        with self._changed:
+            self._waiters.append(waiter)
+        try:
+            while True:
+                event.clear()
+                with self._changed:
+                    outputs, left = seen.news(self._completions), self._left
+                for output in outputs:
+                    yield output
+                if not outputs:
+                    if not left:
+                        return
+                    await event.wait()
+        finally:
+            with self._changed:
+                self._waiters.remove(waiter)
+            if self._left:
+                self.abort()
+
+    def put(self, output: Output) -> list[tuple[asyncio.AbstractEventLoop, asyncio.Event]]:
+        """The engine's end: takes up an output. Returns the tasks to be woken."""
+        with self._changed:
+            completion = self._completions[output.index]
+            if completion.finish is not None:
+                return []
+            completion.add(output)
+            self._left -= output.finish is not None
+            self._changed.notify_all()
+            return list(self._waiters)
+
+    def fail(self, error: Exception) -> list[tuple[asyncio.AbstractEventLoop, asyncio.Event]]:
+        """All samples that have not ended end in this error. Returns the tasks to be woken."""
+        return [
+            waiter
+            for i in range(len(self._completions))
+            for waiter in self.put(Output(self.id, i, finish="error", error=error))
+        ]
+
+
+class _Seen:
+    """How much of each sample a reader has."""
+
+    def __init__(self, samples: int):
+        self._counts = [(0, 0)] * samples  # tokens, experts
+        self._ended = [False] * samples
+
+    def news(self, completions: list[Completion]) -> list[Output]:
+        outputs = []
+        for i, now in enumerate(completions):
+            (tokens, experts), ends = self._counts[i], now.finish is not None and not self._ended[i]
+            if len(now.tokens) == tokens and len(now.experts) == experts and not ends:
+                continue
+            more = now.experts[experts:]
+            outputs.append(
+                Output(
+                    now.id,
+                    i,
+                    now.tokens[tokens:],
+                    now.logprobs[tokens:],
+                    now.top[tokens:],
+                    now.finish,
+                    now.error,
+                    now.cached,
+                    now.weights_id,
+                    np.concatenate(more, 1) if more else None,
+                    now.lease,
+                )
+            )
+            self._counts[i], self._ended[i] = (len(now.tokens), len(now.experts)), now.finish is not None
+        return outputs
