@@ -37,7 +37,7 @@ from ..manager.prefix.token_ids import check_range
 from ..manager.transfers import Transfers
 from .executor import Drawn, Row, Shapes, Work
 from .job import Job, JobState
-from .prompt import Output, Prompt
+from .prompt import Output, Prompt, derived_seed
 
 __all__ = ["Core", "Limits", "Storage"]
 
@@ -100,6 +100,7 @@ class Core:
         limits: what is taken on.
         storage: where prompts are looked for beside the managers, in the order of the managers; None: nowhere.
         ahead: whether a step is planned while the one before it runs.
+        seed: of the seeds of prompts that have none: each gets another, by the order in which they were added.
 
     Attributes:
         depth: most calls under way.
@@ -119,7 +120,9 @@ class Core:
         limits: Limits = Limits(),
         storage: Sequence[Storage] = (),
         ahead: bool = True,
+        seed: int = 0,
     ):
+        self.seed = check_integer("seed", seed, -(2**63), 2**64 - 1, error=PlanError)
         self.managers = [managers] if isinstance(managers, KVCacheManager) else [*managers]
         _check_alike(self.managers)
         if storage and len(storage) != len(self.managers):
@@ -194,7 +197,8 @@ class Core:
             self._order += 1
             name = self._order
         aging = self.limits.aging
-        jobs = [Job.of(prompt, name, i, self._order + i, now, aging) for i in range(prompt.n)]
+        seed = derived_seed(self.seed, self._order)
+        jobs = [Job.of(prompt, name, i, self._order + i, now, aging, seed) for i in range(prompt.n)]
         if self.storage and prompt.arrival is None:
             shard = jobs[0].shard = jobs[0].order % len(self.managers)
             asked = self.storage[shard].prefetch(prompt.tokens, namespace=prompt.namespace, items=prompt.items)
@@ -498,7 +502,7 @@ class Core:
                     tokens[shard, at : at + count] = request.tokens[start : start + count]
                 samples = start + count >= len(request.tokens)
                 text = request.tokens if job.fresh and samples else None
-                rows[shard].append(Row(job.prompt, job.seed, request.slot, count, samples, more, text))
+                rows[shard].append(Row(job.prompt, job.sampling, job.seed, request.slot, count, samples, more, text))
                 job.fresh = job.fresh and not samples
                 sent[shard].append((job, count, more, samples))
                 at += count + more
@@ -571,7 +575,7 @@ class Core:
 
     def take(self, drawn: Drawn, now: float) -> list[Output]:
         """Takes up what the oldest call under way has sampled; returns what there is to tell, of ended requests too."""
-        sent = self._sent.popleft()
+        sent, outputs, plain, weights = self._sent.popleft(), self._outputs, 0, self.managers[0].weights_id
         for shard, entries in enumerate(sent.rows):
             manager = self.managers[shard]
             for row, (job, _, drafts, samples) in enumerate(entries):
@@ -580,9 +584,20 @@ class Core:
                     continue
                 job.ahead -= sent.steps
                 ids = drawn.tokens[shard][row]
+                prompt, out = job.prompt, job.out
+                if len(ids) == 1 and prompt.is_plain and not drafts and ids[0] not in prompt.stop_tokens:
+                    out.append(ids[0])  # nearly all: hundreds of them pass here every step
+                    request.tokens.append(ids[0])
+                    plain += 1
+                    if len(out) < prompt.max_new_tokens:
+                        outputs.append(Output(job.id, job.index, ids, (), (), None, None, job.cached, weights))
+                    else:
+                        self._end(job, "length", tokens=ids)
+                    continue
                 if drafts:
                     manager.accept(request, len(ids))
                 self._sampled(job, request, ids, drawn, shard, row)
+        self.counts["sampled_tokens"] += plain
         return self.drain()
 
     def _sampled(self, job: Job, request: Request, ids: list[int], drawn: Drawn, shard: int, row: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -21,6 +21,7 @@ class Row(NamedTuple):
 
     Attributes:
         prompt: of its request.
+        sampling: its settings with its seed; None: the likeliest token.
         seed: of its random numbers.
         slot: of its request, the same as long as it is live.
         count: its tokens in the step that are known, or fed from the call before.
@@ -30,6 +31,7 @@ class Row(NamedTuple):
     """
 
     prompt: Prompt
+    sampling: Any
     seed: int
     slot: int
     count: int

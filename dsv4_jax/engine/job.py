@@ -9,7 +9,7 @@ from collections.abc import Hashable
 from typing import Any
 
 from ..manager import Request
-from .prompt import Prompt, expires, sample_seed
+from .prompt import Prompt, derived_seed
 
 __all__ = ["Job", "JobState"]
 
@@ -28,6 +28,8 @@ class Job:
     Attributes:
         id: of its prompt.
         index: of the sample.
+        seed: of its random numbers.
+        sampling: the prompt's, with this seed; None: it takes the likeliest token.
         order: the first to be added has the lowest.
         rank: who has the lowest goes first; a level of priority is worth `Limits.aging` seconds of waiting.
         expires: when its deadline is over.
@@ -45,6 +47,7 @@ class Job:
     index: int
     prompt: Prompt
     seed: int
+    sampling: Any
     order: int
     rank: float
     added: float
@@ -62,12 +65,15 @@ class Job:
     patience: float = math.inf
 
     @classmethod
-    def of(cls, prompt: Prompt, name: Hashable, index: int, order: int, now: float, aging: float) -> Job:
-        """Sample `index` of a prompt that is added now."""
-        rank = prompt.priority * aging + now
-        return cls(
-            name, index, prompt, sample_seed(prompt.seed, index), order, rank, now, expires(prompt.deadline, now)
-        )
+    def of(cls, prompt: Prompt, name: Hashable, index: int, order: int, now: float, aging: float, seed: int) -> Job:
+        """Sample `index` of a prompt that is added now. `seed`: of a prompt that has none."""
+        how, rank = prompt.sampling, prompt.priority * aging + now
+        given = getattr(how, "seed", None)
+        own = seed if given is None else given
+        own = derived_seed(own, index) if index else own
+        how = None if how is None else dataclasses.replace(how, seed=own)
+        until = math.inf if prompt.deadline is None else now + prompt.deadline
+        return cls(name, index, prompt, own, how, order, rank, now, until)
 
     @property
     def left(self) -> int:

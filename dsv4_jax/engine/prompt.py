@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import hashlib
+import struct
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -28,11 +29,11 @@ class Prompt:
     Attributes:
         tokens: ids of the prompt, at least one.
         max_new_tokens: sampled for it at most.
-        sampling: a `model.Sampling`; None: always the likeliest token.
+        sampling: a `model.Sampling`; None: always the likeliest token. Draws depend on its seed, the sample's index
+            and the position alone; without a seed the core gives it one.
         stop_tokens: it ends before the first of these that is sampled.
         stop_after: called in the engine's thread with the ids newly sampled; true: it ends behind them, as "stop".
-        n: answers, each from random numbers of its own; they share the prompt's blocks.
-        seed: of the random numbers, 64 bits. The draws depend on it, the sample's index and the position alone.
+        n: answers, each from random numbers of its own; they share the prompt's blocks. The first is that of `n=1`.
         namespace: who may share its blocks; `Namespace.tenant` has a share of the engine's time, too.
         items: multimodal items of the prompt.
         priority: small is urgent. One that waits gains a level every `Limits.aging` seconds.
@@ -57,7 +58,6 @@ class Prompt:
     stop_tokens: Collection[int] = ()
     stop_after: Callable[[list[int]], object] | None = None
     n: int = 1
-    seed: int = 0
     namespace: Namespace | None = None
     items: Iterable[MediaItem] = ()
     priority: int = 0
@@ -82,7 +82,6 @@ class Prompt:
         for name, low, high in (
             ("max_new_tokens", 1, 2**31 - 1),
             ("n", 1, MAX_SAMPLES),
-            ("seed", -(2**63), 2**64 - 1),
             ("priority", -MAX_PRIORITY, MAX_PRIORITY),
         ):
             put(name, check_integer(name, getattr(self, name), low, high, error=RequestError))
@@ -105,6 +104,11 @@ class Prompt:
             raise RequestError(f"export: a hand-off is of one request, n is {self.n}")
         if self.arrival is not None and not isinstance(self.arrival, Arrival):
             raise RequestError(f"arrival must be an Arrival or None, got {shown(self.arrival)}")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its outputs are tokens and nothing else, and end at tokens alone."""
+        return self.logprobs is None and self.stop_after is None and not self.routed_experts
 
 
 class Output(NamedTuple):
@@ -177,11 +181,7 @@ def _stops(tokens: Collection[int]) -> frozenset[int]:
     return frozenset(number for number, _ in ids if number is not None)
 
 
-def sample_seed(seed: int, index: int) -> int:
-    """Returns the seed of a prompt's sample: its own for the first, so that one answer is that of `n=1`."""
-    # SplitMix64's increment: seeds of samples differ in all bits, and from those of the next seeds' samples.
-    return (seed + index * 0x9E3779B97F4A7C15) % 2**64
-
-
-def expires(deadline: float | None, now: float) -> float:
-    return math.inf if deadline is None else now + deadline
+def derived_seed(seed: int, index: int) -> int:
+    """Returns a seed of 64 bits for each index: of one request among several, or of one of its n answers."""
+    digest = hashlib.blake2b(struct.pack("<QQ", seed & (2**64 - 1), index), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
