@@ -105,6 +105,7 @@ class Core:
     Attributes:
         depth: most calls under way.
         counts: what has happened so far, by name.
+        problem: why the next in the queue was not admitted, if that was tried.
         paused: while it is true nothing is planned.
         asleep: whether the device's memory is given up.
 
@@ -134,6 +135,7 @@ class Core:
         self.depth = 2 if check_boolean("ahead", ahead, error=PlanError) and shapes.ahead and not shapes.drafts else 1
         self.paused = self.asleep = False
         self.counts = collections.Counter[str]()
+        self.problem: Exception | None = None
         self._jobs: dict[Hashable, list[Job]] = {}  # that have not ended, by id
         self._queue: dict[Hashable, list[tuple[float, int, Job]]] = {}  # heaps, by tenant
         self._fetching: list[Job] = []  # storage is asked for their prompts
@@ -366,7 +368,8 @@ class Core:
                     request = manager.admit_request(
                         text, max_tokens=limit, namespace=prompt.namespace, items=prompt.items
                     )
-            except (NoFreeSlotError, OutOfBlocksError):
+            except (NoFreeSlotError, OutOfBlocksError) as error:
+                self.problem = error
                 continue
             except (RequestError, ContextLimitError, PlanError) as error:
                 self._end(job, "error", error)
@@ -778,17 +781,19 @@ def _cached(manager: KVCacheManager, prompt: Prompt) -> int:
 
 
 def shapes_of(
-    manager: KVCacheManager, chunk_tokens: int, *, steps: int = 1, drafts: int = 0, ahead: bool = True
+    managers: Sequence[KVCacheManager], chunk_tokens: int, *, steps: int = 1, drafts: int = 0, ahead: bool = True
 ) -> Shapes:
-    """The shapes of an executor's steps for such a manager.
+    """The shapes of an executor's steps for these managers, one for each data shard.
 
     Args:
         chunk_tokens: most tokens of a step.
         steps, drafts, ahead: as in `Shapes`.
 
     Raises:
-        PlanError: a step has no room for a token of each slot, and its drafts.
+        PlanError: a step has no room for a token of each slot, and its drafts; or the managers are not alike.
     """
+    _check_alike([*managers])
+    manager = managers[0]
     rows = manager.size.num_slots
     if chunk_tokens < rows * (1 + drafts):
         each = f", times {1 + drafts} with drafts" if drafts else ""

@@ -13,6 +13,7 @@ import numpy as np
 from ..cache import KVCache
 from ..checks import check_boolean, check_integer, shown
 from ..errors import EngineError, PlanError, RequestError
+from ..manager import KVCacheManager
 from ..manager.transfers import Transfers
 from ..model import forward
 from ..model.compiled_steps import CompiledSteps, stacked
@@ -89,6 +90,11 @@ class DeviceExecutor:
     def shards(self) -> int:
         """Data shards of the cache: each has a manager."""
         return self._placement.shards
+
+    def check_managers(self, managers: Sequence[KVCacheManager]) -> None:
+        """Raises `PlanError` unless there is one for each data shard of the cache."""
+        if len(managers) != self.shards:
+            raise PlanError(f"{len(managers)} managers for the {self.shards} data shards of the cache")
 
     def check(self, prompt: Prompt) -> None:
         if prompt.sampling is not None and not isinstance(prompt.sampling, Sampling):

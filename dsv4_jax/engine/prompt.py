@@ -94,7 +94,7 @@ class Prompt:
                 raise RequestError(f"{name} must be callable or None, got {shown(getattr(self, name))}")
         for name in ("routed_experts", "export"):
             put(name, check_boolean(name, getattr(self, name), error=RequestError))
-        put("stop_tokens", _stops(self.stop_tokens))
+        put("stop_tokens", stop_ids(self.stop_tokens))
         put("items", tuple(self.items))
         if self.namespace is not None and not isinstance(self.namespace, Namespace):
             raise RequestError(f"namespace must be a Namespace or None, got {shown(self.namespace)}")
@@ -168,16 +168,15 @@ class Completion:
         self.cached, self.weights_id = output.cached, output.weights_id
 
 
-def _stops(tokens: Collection[int]) -> frozenset[int]:
-    if isinstance(tokens, str | bytes):
-        raise RequestError(f"stop_tokens must be token ids, got {shown(tokens)}")
+def stop_ids(tokens: Iterable[int], error: Callable[[str], Exception] = RequestError) -> frozenset[int]:
+    """Returns stop tokens as a set. Raises `error` if they are not integers."""
     try:
         ids = [(as_int(token), token) for token in tokens]
     except TypeError:
-        raise RequestError(f"stop_tokens must be token ids, got {shown(tokens)}") from None
+        raise error(f"stop_tokens must be token ids, got {shown(tokens)}") from None
     for number, token in ids:
         if number is None:
-            raise RequestError(f"stop_tokens must be integers, got {shown(token)}")
+            raise error(f"stop_tokens must be integers, got {shown(token)}")
     return frozenset(number for number, _ in ids if number is not None)
 
 
