@@ -85,7 +85,7 @@ def _check_request(layout: CacheLayout, book: RequestBook, tree: PrefixTree, slo
     name = f"request {r.id!r}"
     _require(r.slot == slot and book.ids.get(r.id) is r, f"{name} is not in its slot")
     _require(r.state is RequestState.LIVE and r.generation == book.generation, f"{name} is stale")
-    _require(0 <= r.num_scheduled <= r.num_cached <= r.max_tokens, f"{name}: impossible lengths")
+    _require(0 <= r.num_scheduled <= r.num_cached <= r.max_tokens and r.step_start >= 0, f"{name}: impossible lengths")
     needed = layout.blocks_for(max(r.num_cached, r.reserved))
     _require(len(r.blocks) >= needed, f"{name} holds {len(r.blocks)} blocks, needs {needed}")
     _require(len(set(r.blocks)) == len(r.blocks) and all(b > 0 for b in r.blocks), f"{name}: impossible block ids")

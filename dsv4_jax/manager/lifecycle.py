@@ -235,7 +235,7 @@ class Lifecycle:
         self._steps.forget_batch()
         del self._book.live[request.slot]
         request.num_scheduled = request.loop = request.num_tabled = request.reserved = 0
-        request.torn = -1
+        request.torn, request.earlier = -1, []
         request.blocks, request.nodes, request.restores, request.rolling = [], [], None, None
 
     # Steps that did not run

@@ -38,7 +38,7 @@ from typing import Any
 
 import numpy as np
 
-from ..checks import INT32_MAX, check_integer, shown
+from ..checks import INT32_MAX, check_boolean, check_integer, shown
 from ..errors import (
     ContextLimitError,
     HandoffError,
@@ -540,6 +540,7 @@ class KVCacheManager:
         max_chunk: int | None = None,
         shape: StepShape | None = None,
         requests: Iterable[Request] | None = None,
+        ahead: bool = False,
     ) -> list[tuple[Request, int]]:
         """How many pending tokens of which requests the next step computes; `plan_step` takes the pairs as they are.
 
@@ -558,9 +559,12 @@ class KVCacheManager:
             max_chunk: most tokens of one request.
             shape: the pinned shape the step must fit.
             requests: those to choose from, in the order of their turn for chunks; default: all live ones.
+            ahead: the step planned last is under way, and its tokens are fed from the device: a request all of whose
+                tokens are computed once it has run, the last of them by it, is offered one more, which that step draws.
+                Leave out of `requests` those that are to draw nothing more.
 
         Raises:
-            PlanError: a number below 1, no shape, or one with more columns than the block table.
+            PlanError: a number below 1, no shape, or one with more columns than the block table, or `ahead` is no bool.
             RequestError: one of `requests` is not live here.
             ContextLimitError: a request has outgrown all blocks, see above.
         """
@@ -568,13 +572,21 @@ class KVCacheManager:
         most = budget if max_sequences is None else check_integer("max_sequences", max_sequences, 1, error=PlanError)
         chunk = budget if max_chunk is None else check_integer("max_chunk", max_chunk, 1, error=PlanError)
         requests = None if requests is None else _listed("requests", requests)
+        ahead = check_boolean("ahead", ahead, error=PlanError)
         self.steps.check_shape(shape)
         with self.guard("schedule"):
             self.leases.expire()
             chosen = self.requests if requests is None else [self.book.find_live(request) for request in requests]
-            return self.steps.schedule(chosen, (budget, most), chunk, shape)
+            return self.steps.schedule(chosen, (budget, most), chunk, shape, ahead)
 
-    def plan_step(self, scheduled: Iterable[Scheduled], *, steps: int = 1, shape: StepShape | None = None) -> StepPlan:
+    def plan_step(
+        self,
+        scheduled: Iterable[Scheduled],
+        *,
+        steps: int = 1,
+        shape: StepShape | None = None,
+        ahead: bool = False,
+    ) -> StepPlan:
         """Plans one step: `n` tokens of every `(request, n)`; or the first of `steps` decode or verify steps.
 
         A sequence of one token is a decode, of up to 1 + draft_tokens tokens a verify step that `accept`
@@ -589,6 +601,10 @@ class KVCacheManager:
             steps: K.
             shape: pins the plan's static sizes, so that steps of different sizes share one
                 executable (see `pinned_shape`); default: what the sequences need, in powers of two.
+            ahead: what the steps before with drafts of the device keep is not known yet. For requests that have such
+                steps the plan's positions and `num_cached` are the most there can be, and blocks are reserved for
+                these; the true ones are on the device (`model.ahead.moved`). `accept` says for each of their plans, in
+                the order made, what it kept. Without drafts nothing has to be said.
 
         Raises:
             RequestError: a request is not live here, a chunk goes beyond the tokens that the request knows, or K > 1
@@ -604,25 +620,32 @@ class KVCacheManager:
         scheduled = _listed("scheduled", scheduled)
         with self.guard("plan_step"):
             count = check_integer("steps", steps, 1, INT32_MAX, error=PlanError)
+            ahead = check_boolean("ahead", ahead, error=PlanError)
             self._check_awake()
-            return self.steps.plan(scheduled, count, shape)
+            return self.steps.plan(scheduled, count, shape, ahead)
 
-    def plan_tokens(self, plan: StepPlan) -> np.ndarray:
+    def plan_tokens(self, plan: StepPlan, *, unknown: int | None = None) -> np.ndarray:
         """Returns the token ids of a plan, [T] int32 in its order (padding: 0), from the requests' `tokens`.
 
         They are noted as what the plan computes: a second call gives the same, whatever `tokens` says by then.
         Call it before the requests are released. For a plan of K steps: the tokens of the first.
 
+        Args:
+            unknown: a number below 0 that stands where `tokens` does not reach: the step takes these ids from the
+                device. Nothing is noted of them before they are appended. Default: that is an error.
+
         Raises:
             RequestError: a request of the plan is gone, does not know its tokens of it, or its `tokens` were changed
                 where they are computed.
             PlanError: the plan was made for another layout or size.
-            PlanError: it is no plan of `plan_step` (packed, say, or stacked).
+            PlanError: it is no plan of `plan_step` (packed, say, or stacked), or `unknown` is no number below 0.
         """
         if not isinstance(plan, StepPlan):
             raise PlanError(f"plan_tokens takes the StepPlan that plan_step gave, got {type(plan).__name__}")
+        if unknown is not None:
+            unknown = check_integer("unknown", unknown, -INT32_MAX - 1, -1, error=PlanError)
         with self.guard("plan_tokens"):
-            return self.steps.tokens(plan)
+            return self.steps.tokens(plan, unknown)
 
     @property
     def has_transfers(self) -> bool:
@@ -646,7 +669,8 @@ class KVCacheManager:
     def accept(self, request: Request, n_kept: int, *, steps: int | None = None) -> None:
         """Keeps the first `n_kept` tokens of the request's last step; the others were never there.
 
-        Rejected ids also leave `request.tokens`. Blocks that hold no kept token go back to the pool
+        Of plans made ahead (`plan_step(ahead=True)`): of the first of them that nothing was said of; those behind go on
+        where it ends. Rejected ids also leave `request.tokens`. Blocks that hold no kept token go back to the pool
         (unless reserved); their table entries are set again before they are next used. A step that is
         not accepted before the request's next one is kept whole. After a step of 1 + draft_tokens tokens of which none
         is kept, the request's state is not cached, nor parked by `preempt`, before its next step.

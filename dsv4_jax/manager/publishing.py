@@ -63,7 +63,9 @@ class Publisher:
     def final_tokens(self, request: Request) -> int:
         """Cached tokens that stay whatever is accepted."""
         last, drafts = request.num_scheduled, self._draft_tokens
-        return request.num_cached - (last if request.is_open or (drafts and last <= 1 + drafts) else 0)
+        if request.is_open:
+            return request.step_start
+        return request.num_cached - (last if drafts and last <= 1 + drafts else 0)
 
     def commit(self) -> None:
         """Publishes what the steps planned so far have filled, as far as it stays whatever is accepted."""

@@ -75,6 +75,8 @@ class Request:
         reserved: tokens for which blocks are kept whatever happens (see `KVCacheManager.reserve`).
         num_scheduled: tokens of its last step, while that step may still be accepted in part; else 0.
         loop: steps of its last plan, while `num_scheduled` is not 0; else 0.
+        earlier: tokens and steps of plans before that one of which `accept` has still to say what they kept, in order:
+            it was planned ahead. `num_cached` counts all of them as kept whole.
         torn: `num_cached` after a whole verify step of which nothing was kept: until its next step its ring lacks the
             oldest row of a state's record, which no token sees any more. -1 if there was none.
         kept_from: `step_start`, once the step cannot be accepted in part any more.
@@ -108,6 +110,7 @@ class Request:
     reserved: int = 0
     num_scheduled: int = 0
     loop: int = 0
+    earlier: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     torn: int = -1
     kept_from: int = 0
     started: int = 0
@@ -207,18 +210,32 @@ class Request:
 
     @property
     def step_start(self) -> int:
-        """Tokens it had before its last step; `num_cached` once it is known that this step ran."""
+        """Tokens it had before its last step (the first that is open); `num_cached` once it is known that this step
+        ran."""
+        if self.earlier:
+            return self.num_cached - self.num_scheduled - sum([tokens for tokens, _ in self.earlier])
         return self.num_cached - self.num_scheduled if self.num_scheduled else self.kept_from
 
     @property
     def is_open(self) -> bool:
-        """Whether its last plan is of several steps of several tokens: what they keep is not known before `accept`."""
-        return 1 < self.loop < self.num_scheduled
+        """Whether what its last steps keep is not known before `accept`: its last plan is of several steps of several
+        tokens, or was made ahead of others' outcome."""
+        return 1 < self.loop < self.num_scheduled or len(self.earlier) > 0
+
+    def leaves_open(self, max_tokens: int) -> bool:
+        """Whether what its last plan keeps is still to be said when the next one is planned ahead.
+
+        So it is if the steps have drafts that were drawn on the device. `max_tokens`: of a step that may be cut.
+        """
+        if self.is_open:
+            return True
+        return self.loop < self.num_scheduled <= self.loop * max_tokens and self.num_cached > len(self.ids)
 
     def check_accepted(self) -> None:
         """Raises `PlanError` if it is not known yet what its last steps have kept."""
         if self.is_open:
-            raise PlanError(f"request {self.id!r} has {self.loop} steps with drafts that were not accepted")
+            steps = sum([loop for _, loop in self.earlier], self.loop)
+            raise PlanError(f"request {self.id!r} has {steps} steps with drafts that were not accepted")
 
     def keep_step(self) -> None:
         """Its last step is kept whole: it can no longer be accepted in part."""

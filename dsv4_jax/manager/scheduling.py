@@ -68,6 +68,7 @@ def schedule(
     *,
     max_chunk: int,
     next_stop: Callable[[Request, int, int], int],
+    ahead_of: int = 0,
 ) -> list[tuple[Request, int]]:
     """Tokens of the next step; see `KVCacheManager.schedule`.
 
@@ -75,8 +76,11 @@ def schedule(
         requests: in the order in which they became live.
         room: that the step has.
         next_stop: `(request, start, stop)`: where a chunk should end, for its state to be kept there.
+        ahead_of: number of the step that is under way: requests whose next token it draws are offered that token, too.
     """
-    waiting = [(request, len(request.tokens) - request.num_cached) for request in requests]
+    waiting = [(request, len(request.ids) - request.num_cached) for request in requests]
+    if ahead_of:
+        waiting = [(r, 1 if pending < 1 and r.last_step == ahead_of > r.started else pending) for r, pending in waiting]
     decodes = sorted([pair for pair in waiting if pair[1] == 1], key=lambda pair: pair[0].last_step)
     prefills = [pair for pair in waiting if pair[1] > 1]
     scheduled: list[tuple[Request, int]] = []

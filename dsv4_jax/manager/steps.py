@@ -126,7 +126,7 @@ class Steps:
         request.reserved = max(request.reserved, tokens)
 
     def schedule(
-        self, requests: Sequence[Request], room: tuple[int, int], max_chunk: int, shape: StepShape | None
+        self, requests: Sequence[Request], room: tuple[int, int], max_chunk: int, shape: StepShape | None, ahead: bool
     ) -> list[tuple[Request, int]]:
         """Does what `KVCacheManager.schedule` says, within `room`."""
         self._publisher.commit()  # now, as `plan` would: blocks that turn out to be shared need table entries again
@@ -137,7 +137,14 @@ class Steps:
             free.copies -= len(copies.slots)
             if free.copies < 0 or shape.block_copies < len(copies.blocks):
                 return []  # no step of this shape can carry the copies that forks wait for
-        chosen = schedule(self._layout, requests, free, max_chunk=max_chunk, next_stop=self._publisher.next_stop)
+        chosen = schedule(
+            self._layout,
+            requests,
+            free,
+            max_chunk=max_chunk,
+            next_stop=self._publisher.next_stop,
+            ahead_of=self.num_planned if ahead else 0,
+        )
         if not chosen:
             for request in requests:  # one that has all blocks, and tokens that it may still compute
                 if self.pool_limit <= request.num_cached < min(len(request.tokens), request.max_tokens):
@@ -146,7 +153,7 @@ class Steps:
 
     # Planning
 
-    def plan(self, scheduled: list[Scheduled], steps: int, shape: StepShape | None) -> StepPlan:
+    def plan(self, scheduled: list[Scheduled], steps: int, shape: StepShape | None, ahead: bool = False) -> StepPlan:
         """Does what `KVCacheManager.plan_step` says."""
         layout, cache, publisher = self._layout, self._cache, self._publisher
         self.check_taken()
@@ -154,7 +161,9 @@ class Steps:
         self.check_shape(shape)
         batch = self._batch
         again = batch is not None and scheduled == batch.scheduled and (steps == 1 or batch.longest <= 1)
-        requests, counts = (batch.requests, batch.counts) if again else self._checked(scheduled, steps)
+        requests, counts = (batch.requests, batch.counts) if again else self._checked(scheduled, steps, ahead)
+        most = 1 + layout.draft_tokens  # tokens of a step that may be cut
+        opened = [r for r in requests if r.leaves_open(most)] if ahead and most > 1 else ()
         self._book.settle_changes(requests)
         if not again or publisher.replaced:
             batch = Batch.of(requests, counts)
@@ -196,6 +205,8 @@ class Steps:
             entries[1].extend(range(first, first + len(ids)))
             entries[2].extend(ids)
         at_boundary = [requests[i] for i in np.flatnonzero((starts % block == 0) & (starts > 0)).tolist()]
+        if opened:  # where they stand is not known
+            at_boundary = [request for request in at_boundary if request not in opened]
         saves = self._saves(at_boundary, copies, shape)
         copies += [(save.request.slot, save.slot) for save in saves]
         block_copies = [(source, target) for target, source in cache.copies.blocks.items()]
@@ -206,7 +217,7 @@ class Steps:
         arrays = (slots, ends, lengths, limits, np.maximum(held, blocks), np.maximum(tabled, blocks))
         decode = (shape, plan) if shape is not None and batch.longest == 1 else None
         self._batch = batch._replace(arrays=arrays, restored=[], decode=decode)
-        if steps > 1 and batch.longest > 1:
+        if opened or (steps > 1 and batch.longest > 1):
             self.forget_batch()  # their lengths are not known before they are accepted
         for i, more in added.items():
             requests[i].blocks += more
@@ -218,6 +229,8 @@ class Steps:
             if request.restores is not None:
                 cache.tree.snapshots.unpin(request.restores)
                 request.restores = None
+        for request in opened:
+            request.earlier.append((request.num_scheduled, request.loop))
         planned = self.num_planned  # a local, as these lines run for every sequence of every step
         for request, count in zip(requests, counts, strict=True):
             request.num_scheduled = fresh_tokens = count * steps
@@ -233,7 +246,7 @@ class Steps:
         self.drain()
         return plan
 
-    def _checked(self, scheduled: list[Scheduled], steps: int) -> tuple[list[Request], list[int]]:
+    def _checked(self, scheduled: list[Scheduled], steps: int, ahead: bool) -> tuple[list[Request], list[int]]:
         """The requests and their token counts, checked one by one."""
         counts: dict[Request, int] = {}
         live = self._book.live
@@ -252,7 +265,8 @@ class Steps:
             if steps > 1 and count > 1 + self._layout.draft_tokens:
                 most = f"up to {1 + self._layout.draft_tokens} tokens each"
                 raise PlanError(f"{steps} steps in one plan compute {most}, request {request.id!r} has {count}")
-            request.check_accepted()
+            if not ahead:
+                request.check_accepted()
             counts[request] = count
         return list(counts), list(counts.values())
 
@@ -321,13 +335,14 @@ class Steps:
 
     # After planning
 
-    def tokens(self, plan: StepPlan) -> np.ndarray:
+    def tokens(self, plan: StepPlan, unknown: int | None = None) -> np.ndarray:
         """Returns the token ids of a plan. See `KVCacheManager.plan_tokens`."""
         out = np.zeros(plan.num_tokens, np.int32)
-        if (decodes := self._note_decodes(plan)) is not None:
+        if (decodes := self._note_decodes(plan, unknown)) is not None:
             out[: len(decodes)] = decodes
             return out
         ids: list[int] = []
+        gaps: list[tuple[int, int]] = []  # what is not known, as places in `ids`
         fresh: list[tuple[Request, int, int]] = []
         for request, start, count in self._sequences_of(plan):
             history, tokens, stop = request.history, request.ids, start + count
@@ -335,47 +350,66 @@ class Steps:
             if noted >= stop:  # laid out before: what was scheduled does not change any more
                 ids += history[start:stop]
                 continue
-            if len(tokens) < stop:
-                known = len(tokens)
+            known = len(tokens)
+            if known < stop and unknown is None:
                 raise RequestError(
                     f"request {request.id!r} knows {known} tokens, the plan schedules {start}..{stop - 1}"
                 )
             fresh.append((request, start, stop))
-            if count == 1:
+            if known < stop:
+                gaps.append((len(ids) + max(known - start, 0), len(ids) + count))
+                row = history[start:].tolist() + tokens[max(start, noted) :]
+                ids += row + [0] * (count - len(row))
+            elif count == 1:
                 ids.append(tokens[start])
             else:
                 ids += history[start:]
                 ids += tokens[max(start, noted) : stop]
         self._book.settle_changes([request for request, _, _ in fresh] if self._book.edits.any else ())
         out[: len(ids)] = token_ids(ids, self._layout.cfg.vocab_size)  # sequences follow each other, then padding
+        for first, last in gaps:
+            assert unknown is not None
+            out[first:last] = unknown
         for request, start, stop in fresh:
             history = request.history
-            if len(history) == start and stop - start == 1:
+            if len(history) == start and stop - start == 1 and len(request.ids) > start:
                 history.append(request.ids[start])
-            else:
+            elif len(request.ids) >= stop:
                 self._publisher.note(request, min(stop, request.num_cached))
+            else:  # of steps that may be cut only what they have kept for certain
+                self._publisher.note(request, self._publisher.final_tokens(request))
         return out
 
-    def _note_decodes(self, plan: StepPlan) -> np.ndarray | None:
+    def _note_decodes(self, plan: StepPlan, unknown: int | None) -> np.ndarray | None:
         """The ids of the plan made last, each noted, if all are of decodes and none was noted before; else None.
 
-        As `tokens` without it, but a third faster: hundreds of sequences pass here every step.
+        Nor if some are known and others are not. As `tokens` without it, but a third faster: hundreds of sequences pass
+        here every step.
         """
         batch = self._batch
         if batch is None or not self._is_last_decode(plan) or self._book.edits.any:
             return None
         starts = plan.seq_start.tolist()[: len(batch.requests)]
         histories = [request.history for request in batch.requests]
-        if [*map(len, histories)] != starts:
+        noted = [*map(len, histories)]
+        if unknown is not None and all(len(r.ids) <= start for r, start in zip(batch.requests, starts, strict=True)):
+            drawn = np.full(len(starts), unknown, np.int32)
+            if noted == [len(request.ids) for request in batch.requests]:
+                return drawn
+            if noted != [start - 1 for start in starts]:
+                return None  # what has come since the step before is more than a token of each
+        elif noted == starts:
+            drawn = None
+        else:
             return None
         try:
-            ids = [request.ids[start] for request, start in zip(batch.requests, starts, strict=True)]
+            ids = [request.ids[place] for request, place in zip(batch.requests, noted, strict=True)]
         except IndexError:
             return None  # some are not known
         checked = token_ids(ids, self._layout.cfg.vocab_size)
         for history, token in zip(histories, ids, strict=True):
             history.append(token)
-        return checked
+        return checked if drawn is None else drawn
 
     def _is_last_decode(self, plan: StepPlan) -> bool:
         """Whether this is the plan made last, and all its sequences are of one token."""
@@ -404,13 +438,14 @@ class Steps:
 
     def accept(self, request: Request, n_kept: int, steps: int | None) -> None:
         """Keeps the first `n_kept` tokens of a request's last step or steps. See `KVCacheManager.accept`."""
-        planned, drafts, who = request.loop, self._layout.draft_tokens, f"request {request.id!r}"
+        scheduled, planned = request.earlier[0] if request.earlier else (request.num_scheduled, request.loop)
+        drafts, who = self._layout.draft_tokens, f"request {request.id!r}"
         if not planned:
             raise PlanError(f"{who} has no step to accept")
         steps = planned if steps is None else steps
         if steps > planned:
             raise PlanError(f"{who}: {steps} steps ran of a plan of {planned}")
-        length, start = request.num_scheduled // planned * steps, request.step_start
+        length, start = scheduled // planned * steps, request.step_start
         if n_kept > length:
             raise PlanError(f"{who}: cannot keep {n_kept} of the {length} tokens scheduled")
         if request.is_open and n_kept < steps:
@@ -422,13 +457,16 @@ class Steps:
             raise PlanError(f"{who}: blocks that only {planned} steps have filled are cached already")
         self.forget_batch()
         list.__delitem__(request.ids, slice(start + n_kept, start + length))  # no change: they were never there
-        request.num_cached = start + n_kept
-        request.num_scheduled, request.loop, request.kept_from = 0, 0, request.num_cached  # it did run
+        request.num_cached -= scheduled - n_kept
+        if request.earlier:  # those planned ahead go on from there
+            del request.earlier[0]
+        else:
+            request.num_scheduled, request.loop, request.kept_from = 0, 0, request.num_cached  # it did run
         if not n_kept and length > drafts:
             request.torn = request.num_cached
         keep = self._layout.blocks_for(max(request.num_cached, request.reserved))
         self._cache.release_blocks(request.blocks[keep:])
         del request.blocks[keep:]
         request.num_tabled = min(request.num_tabled, keep)
-        del request.history[request.num_cached :]
+        del request.history[start + n_kept :]
         self._publisher.mark(request)

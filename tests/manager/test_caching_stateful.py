@@ -284,16 +284,24 @@ class Trace:
     def decode(self) -> None:
         """Some steps of the same rows, as most steps of an engine are."""
         for _ in range(self.random.randint(2, 5)):
-            for r in self.manager.requests:
+            ahead = self.random.random() < 0.5  # of the tokens that the step before draws
+            for r in self.manager.requests if not ahead else ():
                 if not r.num_pending and len(r.tokens) < self.manager.context_limit:
                     r.tokens.append(self.random.randrange(4))
             shape = self.manager.pinned_shape(4, slot_copies=8, block_copies=40)
-            scheduled = [feed for feed in self.manager.schedule(4, shape=shape) if feed[1] == 1]
+            scheduled = [feed for feed in self.manager.schedule(4, shape=shape, ahead=ahead) if feed[1] == 1]
             try:
-                plan = self.manager.plan_step(scheduled, shape=shape)
+                plan = self.manager.plan_step(scheduled, shape=shape, ahead=ahead)
             except OutOfBlocksError:
                 self.make_room()
                 return
+            if ahead:
+                ids = self.manager.plan_tokens(plan, unknown=-1).tolist()
+                for (r, _), token in zip(scheduled, ids, strict=False):
+                    assert (token < 0) == (len(r.tokens) < r.num_cached)
+                    if token < 0:
+                        r.tokens.append(self.random.randrange(4))
+                        self.did["ahead"] += 1
             self.run_plan(plan)
             self.did["decoded"] += len(scheduled)
 
@@ -427,5 +435,6 @@ def test_every_step_reads_its_own_history(policy: str, drafts: int) -> None:
         "fed again",
         "failed steps",
         "started anew",
+        "ahead",
     }
     assert all(did[name] for name in happened | ({"rejected"} if drafts else set())), did
