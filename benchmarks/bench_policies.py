@@ -47,7 +47,8 @@ VARIANTS = {
         if order is not DEFAULT.eviction
     },
     "the default, 40 % for states": "--snapshot-fraction 0.4",
-    "the default, states from 8 blocks before the end": "--snapshots-at prompt,output,junctions,doubling:8",
+    "the default, states from 8 blocks before the end": "--snapshots-at prompt,output,junctions,doubling:8,every:64",
+    "the default, no states at regular intervals": "--snapshots-at prompt,output,junctions,doubling:4",
     "the default, no host": "--host-pages 0",
     "the default, no host, 40 % for states": "--host-pages 0 --snapshot-fraction 0.4",
 }

@@ -19,7 +19,7 @@ from .values import byte_count, fraction, natural, positive, short, token_count
 
 __all__ = ["DEFAULTS", "Variant", "add_server", "given_sizes", "placement", "server_from", "variant"]
 
-_DEFAULT_PLACEMENT = "prompt,output,junctions,doubling:4"
+_DEFAULT_PLACEMENT = "prompt,output,junctions,doubling:4,every:64"
 _PLACEMENT_HELP = (
     "where states are kept, a list: prompt and output (at their ends), junctions (where a prompt leaves what is "
     "cached), doubling:N (N, 2N, 4N ... blocks before the end of the prompt), every:N (blocks); or none "

@@ -66,7 +66,8 @@ class SnapshotPlacement:
     """At which block boundaries the state is kept, for hits to end there. The choices add up.
 
     Attributes:
-        every: blocks between two snapshots, None for none at regular intervals.
+        every: blocks between two snapshots, None for none at regular intervals: a long document that is asked again
+            up to anywhere finds a state near by.
         end_of_prompt: at the last boundary that the same prompt can hit: before its last token.
         end_of_output: at the last boundary of the output. Where that is shows only when the request
             ends, so every boundary of the output gets a snapshot that replaces the one before.
@@ -79,7 +80,7 @@ class SnapshotPlacement:
         PlanError: `every` or `doubling` is no count, or another choice neither True nor False.
     """
 
-    every: int | None = None
+    every: int | None = 64
     end_of_prompt: bool = True
     end_of_output: bool = True
     junctions: bool = True

@@ -583,7 +583,7 @@ def test_it_imports_no_jax() -> None:
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("prompt,output,junctions,doubling:4", SnapshotPlacement()),
+        ("prompt,output,junctions,doubling:4,every:64", SnapshotPlacement()),
         ("none", SnapshotPlacement.none()),
         ("prompt", SnapshotPlacement(None, True, False, False, None)),
         ("output,every:32", SnapshotPlacement(32, False, True, False, None)),

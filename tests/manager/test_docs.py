@@ -38,5 +38,5 @@ def test_numbers() -> None:
     assert f"a snapshot is {on_device:.1f} MB on the device and {elsewhere:.1f} MB elsewhere" in " ".join(TEXT.split())
     assert f"a block {layout.bytes_per_block / 1e6:.1f} MB" in " ".join(TEXT.split())
     assert f"({len(layout.schedule) * cfg.sliding_window / 1e3:.1f} K for V4-Flash)" in TEXT
-    assert f"`doubling={SnapshotPlacement().doubling}`" in TEXT and SnapshotPlacement().every is None
+    assert f"`doubling={SnapshotPlacement().doubling}`" in TEXT and f"`every={SnapshotPlacement().every}`" in TEXT
     assert f"gives snapshots {SNAPSHOT_FRACTION:.0%}".replace("%", " %") in TEXT

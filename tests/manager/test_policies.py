@@ -121,8 +121,9 @@ def test_default_placement_of_a_long_prompt() -> None:
     while start < 100_000:
         start = policy.next_stop(start, 100_000, prompt_tokens=100_000, block_tokens=128, junction=2048)
         stops.append(start)
-    end = 781  # blocks: a snapshot at the end and eight before it, which thin out
-    assert stops == [2048, *(128 * (end - n) for n in (512, 256, 128, 64, 32, 16, 8, 4, 0)), 100_000]
+    end = 781  # blocks: a snapshot at the end and eight before it, which thin out, and all the way one in 64
+    near_the_end = {end - n for n in (512, 256, 128, 64, 32, 16, 8, 4, 0)}
+    assert stops == [2048, *(128 * n for n in sorted({*range(64, end, 64)} | near_the_end)), 100_000]
 
 
 placements = st.builds(
