@@ -14,7 +14,7 @@ LAYERS = (
     ("errors", "checks", "former_names"),
     ("untrusted", "output", "libraries", "native_build", "events", "eviction_queue"),
     ("plotting",),
-    ("hf_config",),
+    ("hf_config", "text"),
     ("config",),
     ("formats", "schema"),
     ("layout",),
@@ -36,6 +36,7 @@ LAYERS = (
 # Rooms that use less than what is below them; beside these only errors and checks.
 NARROW = {
     "hf_config": {"untrusted"},
+    "text": {"untrusted"},
     "config": {"hf_config", "untrusted"},
     "schema": {"config"},
     "layout": {"config", "formats", "schema"},

@@ -9,9 +9,9 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from ..text.tokenizer import Tokenizer
 from .printing import Progress
 from .prompts import Prompt
-from .tokenizer import Tokenizer
 from .values import short
 
 __all__ = ["Answer", "AnswerPrinter", "Speed", "StopText", "TextStream"]

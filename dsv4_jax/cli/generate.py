@@ -9,6 +9,7 @@ from typing import Any
 from ..config import DSV4Config
 from ..errors import OptionError
 from ..hf_config import check_drafts, read_hf
+from ..text.tokenizer import Tokenizer, stop_tokens_of
 from .answers import Answer, AnswerPrinter, Speed
 from .engine import DeviceMemory, Engine, choose_size, shared_tokens
 from .models import add_weights, check, devices_that_hold, load, weight_bytes
@@ -30,7 +31,6 @@ from .options import (
 )
 from .printing import Progress, human, present, say
 from .prompts import Prompt, add_prompts, encode, given_prompts, token_ids
-from .tokenizer import Tokenizer, stop_tokens_of
 from .values import given_path, natural, number, positive
 
 __all__ = ["add_parser", "run"]

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ..errors import FileError, OptionError
+from ..text.tokenizer import Tokenizer
 from ..untrusted import brief, parse_json
 from .inputs import open_regular, read_tokens
 from .options import option
-from .tokenizer import Tokenizer
 from .values import given_path, natural, short
 
 __all__ = ["Given", "Prompt", "add_prompts", "encode", "given_prompts", "token_ids"]

@@ -18,11 +18,11 @@ from dsv4_jax.cli import main
 from dsv4_jax.cli.answers import StopText, TextStream
 from dsv4_jax.cli.engine import DeviceMemory, choose_size, shared_tokens
 from dsv4_jax.cli.prompts import given_prompts
-from dsv4_jax.cli.tokenizer import Tokenizer
 from dsv4_jax.config import AttentionType
 from dsv4_jax.errors import OptionError
 from dsv4_jax.manager import KVCacheManager
 from dsv4_jax.model.generate import StepOutput
+from dsv4_jax.text.tokenizer import Tokenizer
 
 from ..model import released
 from .refusals import refused

@@ -20,7 +20,6 @@ from typing import Any
 from ..errors import OptionError
 from ..untrusted import brief, plain, read_json
 from .chat_template import AMBIGUOUS, TEMPLATE_FILE, ChatTemplate, Message, failing, find_template
-from .values import short
 
 __all__ = ["Tokenizer", "stop_tokens_of"]
 
@@ -147,7 +146,7 @@ class Tokenizer:
 
     def _with_marks(self, text: str) -> tuple[list[int], list[tuple[int, int, int]]]:
         """Returns the ids of a text, and of the marks among them each with the place of its characters."""
-        with failing(f"--checkpoint: its tokenizer has no ids for {short(text)}"):
+        with failing(f"--checkpoint: its tokenizer has no ids for {brief(text)}"):
             found = self._tokenizer.encode(text, add_special_tokens=False)
         each = zip(found.ids, found.offsets, strict=True)
         return found.ids, [(token, *place) for token, place in each if token in self._added]
@@ -161,7 +160,7 @@ class Tokenizer:
         return ids
 
     def _ids(self, tokenizer: Any, text: str, *, special: bool) -> list[int]:
-        with failing(f"--checkpoint: its tokenizer has no ids for {short(text)}"):
+        with failing(f"--checkpoint: its tokenizer has no ids for {brief(text)}"):
             return tokenizer.encode(text, add_special_tokens=special).ids
 
     def _named(self, name: str) -> str:

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, NoReturn
 
 from ..errors import OptionError
 from ..untrusted import brief
-from .values import short
 
 __all__ = ["AMBIGUOUS", "TEMPLATE_FILE", "ChatTemplate", "Message", "Rendered", "failing", "find_template"]
 
@@ -194,7 +193,7 @@ def _read(path: pathlib.Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(f"--checkpoint: {path}: {short(str(error))}") from None
+        raise OptionError(f"--checkpoint: {path}: {brief(str(error))}") from None
 
 
 def _raise(message: str) -> NoReturn:
