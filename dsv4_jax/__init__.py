@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from . import records as records
     from . import stores as stores
     from . import testing as testing
+    from . import text as text
     from .cache import KVCache as KVCache
     from .cache import init_cache as init_cache
     from .capacity import plan_capacity as plan_capacity
@@ -92,7 +93,7 @@ _FORMER = {  # names that were here, for one release: where they are now
     "restore": "tiers.swap.restore",
     "snapshot": "tiers.swap.snapshot",
 }
-_SUBMODULES = ("errors", "manager", "model", "ops", "pools", "records", "stores", "testing", "tiers")
+_SUBMODULES = ("errors", "manager", "model", "ops", "pools", "records", "stores", "testing", "text", "tiers")
 
 __all__ = ["__version__", *_HOME, *_SUBMODULES]
 

@@ -118,6 +118,7 @@ VERSION_ROOMS = {
     "test_promises.py": "strict promotion, what public calls return",
     "test_public_names.py": "imports",
     "test_sharding.py": "meshes and shard_map",
+    "text": "tokenizers is there on 3.11 alone",
     "tiers/test_async_swap.py": "transfers",
     "tiers/test_swap.py": "FFI, memory kinds",
     "transports": "jax's transfers; NIXL is there on 3.11 alone",

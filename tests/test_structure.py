@@ -36,7 +36,7 @@ LAYERS = (
 # Rooms that use less than what is below them; beside these only errors and checks.
 NARROW = {
     "hf_config": {"untrusted"},
-    "text": {"untrusted"},
+    "text": {"output", "untrusted"},
     "config": {"hf_config", "untrusted"},
     "schema": {"config"},
     "layout": {"config", "formats", "schema"},

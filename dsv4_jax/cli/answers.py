@@ -1,4 +1,4 @@
-"""What `generate` prints while it samples: the text of tokens, up to where it ends; and how fast it was."""
+"""What `generate` prints while it samples: answers, up to where they end; and how fast it was."""
 
 from __future__ import annotations
 
@@ -9,79 +9,15 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..text.tokenizer import Tokenizer
+from ..text import TextStream, Tokenizer
 from .printing import Progress
 from .prompts import Prompt
 from .values import short
 
-__all__ = ["Answer", "AnswerPrinter", "Speed", "StopText", "TextStream"]
+__all__ = ["Answer", "AnswerPrinter", "Speed"]
 
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 # Of a terminal, control characters would move the cursor and more; lines and tabs may stay.
 _CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
-
-
-class TextStream:
-    """The text of ids that come one by one: the pieces add up to the text of all of them.
-
-    A character may be spread over several ids: nothing is said of it before its last. Some decoders drop a space where
-    a text begins, so ids are decoded behind those before them.
-    """
-
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
-        self._ids: list[int] = []  # from the piece before on
-        self._said = 0  # characters of their text
-        self._before = 0  # ids of the piece before
-
-    def add(self, token: int) -> str:
-        """Returns what can be said once this id is there."""
-        self._ids.append(token)
-        text = self._tokenizer.decode(self._ids)
-        whole = text.rstrip(_INCOMPLETE)
-        piece = whole[self._said :]
-        self._said = max(self._said, len(whole))
-        if piece and whole == text:
-            self._ids = self._ids[self._before :]
-            self._before = len(self._ids)
-            self._said = len(self._tokenizer.decode(self._ids))
-        return piece
-
-    def end(self) -> str:
-        """Returns the text that is left, once no id follows."""
-        return self._tokenizer.decode(self._ids)[self._said :]
-
-
-class StopText:
-    """Lets text through up to the first of some strings. What may be the beginning of one is held back.
-
-    The first is the one that ends first, and of several that end at the same place the longest: that is decided as soon
-    as its last character is there, so it does not depend on how the text is cut into pieces.
-    """
-
-    def __init__(self, stops: Iterable[str]):
-        self._stops = tuple(stops)
-        self._held = ""
-        self.found = False
-
-    def add(self, text: str) -> str:
-        """Returns what of the text so far can be shown now. Nothing more is asked once `found`."""
-        text = self._held + text
-        places = [(place + len(stop), place) for stop in self._stops if (place := text.find(stop)) >= 0]
-        self.found = bool(places)
-        shown = min(places)[1] if places else len(text) - self._begun(text)
-        self._held = "" if places else text[shown:]
-        return text[:shown]
-
-    def end(self) -> str:
-        """Returns what was held back, once no text follows."""
-        return self._held
-
-    def _begun(self, text: str) -> int:
-        """How many characters at the end of `text` are the most that a stop string begins with."""
-        longest = max((len(stop) - 1 for stop in self._stops), default=0)
-        tails = (text[-n:] for n in range(min(longest, len(text)), 0, -1))
-        return next((len(tail) for tail in tails if any(stop.startswith(tail) for stop in self._stops)), 0)
 
 
 class Answer:
@@ -96,8 +32,8 @@ class Answer:
 
     def __init__(self, prompt: Prompt, tokenizer: Tokenizer | None, stops: Iterable[str], limit: int):
         self.prompt, self.tokens = prompt, list[int]()
-        self._limit, self._stop = limit, StopText(stops)
-        self._stream = TextStream(tokenizer) if tokenizer is not None and prompt.text is not None else None
+        self._limit = limit
+        self._stream = TextStream(tokenizer, stops) if tokenizer is not None and prompt.text is not None else None
         self.text = "" if self._stream else None
         self.end: str | None = None
         self.first_token_s: float | None = None
@@ -111,19 +47,23 @@ class Answer:
         """
         if tokens and self.first_token_s is None:
             self.first_token_s = seconds
-        shown = "".join(self._piece(token) for token in tokens if not self._stop.found)
-        if ended and self._stream and not self._stop.found:
-            shown += self._stop.add(self._stream.end()) + self._stop.end()
-        if self._stop.found or ended:
-            self.end = "stop" if self._stop.found or len(self.tokens) < self._limit else "length"
+        shown = "".join(self._piece(token) for token in tokens if not self._stopped)
+        if ended and self._stream:
+            shown += self._stream.end()
+        if ended or self._stopped:
+            self.end = "stop" if self._stopped or len(self.tokens) < self._limit else "length"
         if self.text is not None:
             self.text += shown
         return shown
 
+    @property
+    def _stopped(self) -> bool:
+        return self._stream is not None and self._stream.stopped
+
     def _piece(self, token: int) -> str:
         self.tokens.append(token)
         if self._stream:
-            return self._stop.add(self._stream.add(token))
+            return self._stream.add(token)
         return f"{',' if self.tokens[1:] else ''}{token}"
 
     def __str__(self) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from ..config import DSV4Config
 from ..errors import OptionError
 from ..hf_config import check_drafts, read_hf
-from ..text.tokenizer import Tokenizer, stop_tokens_of
+from ..text import Tokenizer, stop_tokens_of
 from .answers import Answer, AnswerPrinter, Speed
 from .engine import DeviceMemory, Engine, choose_size, shared_tokens
 from .models import add_weights, check, devices_that_hold, load, weight_bytes
@@ -30,7 +30,7 @@ from .options import (
     start_jax,
 )
 from .printing import Progress, human, present, say
-from .prompts import Prompt, add_prompts, encode, given_prompts, token_ids
+from .prompts import Prompt, add_prompts, encode, given_prompts, open_tokenizer, token_ids
 from .values import given_path, natural, number, positive
 
 __all__ = ["add_parser", "run"]
@@ -171,7 +171,7 @@ def _prompts(args: argparse.Namespace, cfg: DSV4Config) -> tuple[list[Prompt], T
         raise OptionError("--stop: ends texts, and there are only ids (--stop-tokens)")
     if "" in args.stop:
         raise OptionError("--stop: an empty text")
-    tokenizer = Tokenizer(args.checkpoint) if texts else None
+    tokenizer = open_tokenizer(args.checkpoint) if texts else None
     return encode(given, tokenizer, args.chat, cfg.vocab_size), tokenizer
 
 
@@ -213,6 +213,8 @@ def _options(args: argparse.Namespace, cfg: DSV4Config, prompts: list[Prompt], s
         raise OptionError(f"--chunk: a token and its {drafts} drafts are {1 + drafts}, got {args.chunk}")
     with naming(fields=_SAMPLING):
         sampling = Sampling(args.temperature, args.top_k, args.top_p)
+    with naming("--stop-tokens"):
+        stops = stop_tokens_of(args.checkpoint) if args.stop_tokens is None else args.stop_tokens
     total = -(-sum(len(prompt.tokens) for prompt in prompts) // shards)
     chunk = _MIN_CHUNK
     while chunk < min(total, args.chunk or _MAX_CHUNK):
@@ -224,7 +226,7 @@ def _options(args: argparse.Namespace, cfg: DSV4Config, prompts: list[Prompt], s
         "chunk_tokens": min(chunk, args.chunk or _MAX_CHUNK),
         "decode_steps": min(args.decode_steps, args.max_new_tokens),
         "drafts": drafts,
-        "stop_tokens": frozenset(stop_tokens_of(args.checkpoint) if args.stop_tokens is None else args.stop_tokens),
+        "stop_tokens": frozenset(stops),
         "implementation": args.implementation,
     }
 

@@ -9,14 +9,14 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from ..errors import FileError, OptionError
-from ..text.tokenizer import Tokenizer
+from ..errors import CheckpointError, FileError, OptionError
+from ..text import Tokenizer
 from ..untrusted import brief, parse_json
 from .inputs import open_regular, read_tokens
-from .options import option
+from .options import naming, option
 from .values import given_path, natural, short
 
-__all__ = ["Given", "Prompt", "add_prompts", "encode", "given_prompts", "token_ids"]
+__all__ = ["Given", "Prompt", "add_prompts", "encode", "given_prompts", "open_tokenizer", "token_ids"]
 
 _MAX_BYTES = 1 << 28
 
@@ -70,6 +70,14 @@ def given_prompts(args: argparse.Namespace) -> list[Given]:
     return prompts
 
 
+def open_tokenizer(checkpoint: pathlib.Path) -> Tokenizer:
+    """Returns the tokenizer of the prompts that are texts. Raises `OptionError`: there is none, and ids need none."""
+    try:
+        return Tokenizer(checkpoint)
+    except CheckpointError as error:
+        raise OptionError(f"--checkpoint: {error}: give prompts as ids (--tokens)") from error
+
+
 def encode(given: list[Given], tokenizer: Tokenizer | None, chat: str | None, vocab_size: int) -> list[Prompt]:
     """Returns the ids of all. `tokenizer`: there if one is a text. Raises `OptionError`."""
     prompts = []
@@ -83,7 +91,8 @@ def encode(given: list[Given], tokenizer: Tokenizer | None, chat: str | None, vo
         except UnicodeEncodeError:
             raise OptionError(f"{source}: {short(content)} is no Unicode text") from None
         asked = [{"role": "user", "content": content}]
-        ids = tokenizer.encode_chat(asked, chat == "think") if chat else tokenizer.encode(content)
+        with naming("--chat" if chat else "--checkpoint"):
+            ids = tokenizer.encode_chat(asked, chat == "think") if chat else tokenizer.encode(content)
         if not ids:
             raise OptionError(f"{source}: {short(content)} has no tokens")
         prompts.append(Prompt(source, ids, content))

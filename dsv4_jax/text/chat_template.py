@@ -2,7 +2,7 @@
 
 What is rendered has marks of the template's own, which are single tokens, and texts of messages, in which the same
 characters may stand: they are told apart here. A template is a program of others: it runs in Jinja's sandbox, whatever
-it raises is an `OptionError`, and what it makes of texts is checked and not supposed.
+it raises is a typed error, and what it makes of texts is checked and not supposed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from ..errors import OptionError
+from ..errors import CacheError, CheckpointError, RequestError
 from ..untrusted import brief
 
 __all__ = ["AMBIGUOUS", "TEMPLATE_FILE", "ChatTemplate", "Message", "Rendered", "failing", "find_template"]
@@ -32,9 +32,10 @@ _LETTERS = {  # each the next one of its kind, the last one the first
     for i, char in enumerate(kind)
 }
 AMBIGUOUS = (
-    "--chat: the checkpoint's chat template changes the text of a message or goes by what it says: its own marks "
+    "the checkpoint's chat template changes the text of a message or goes by what it says: its own marks "
     "cannot be told from that text"
 )
+_FAILS = "the checkpoint's chat template fails"
 _PRIVATE = range(0xF0000, 0xFFFFE)  # characters that no text needs
 
 
@@ -59,12 +60,12 @@ class ChatTemplate:
         tokens: name ("bos_token") -> text; what is not there is undefined.
 
     Raises:
-        OptionError: it is no template, or the package that renders it is missing.
+        CheckpointError: it is no template, or the package that renders it is missing.
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str]):
         self._source, self._tokens = source, dict(tokens)
-        with failing("--chat: the checkpoint's chat template fails"):
+        with failing(CheckpointError, _FAILS):
             self._template = _environment().from_string(source)
 
     def render(self, messages: Sequence[Message], think: bool, marks: str) -> Rendered:
@@ -79,7 +80,7 @@ class ChatTemplate:
             marks: the characters of the tokenizer's marks.
 
         Raises:
-            OptionError: the template fails; or it changes texts or goes by what they say, and they have characters of
+            RequestError: the template fails; or it changes texts or goes by what they say, and they have characters of
                 marks beside letters and digits.
         """
         variables = {
@@ -104,17 +105,17 @@ class ChatTemplate:
         private = (char for char in map(chr, _PRIVATE) if char not in known)
         other = dict(zip(told, private, strict=False))
         back = str.maketrans({new: old for old, new in other.items()})
-        with contextlib.suppress(OptionError):
+        with contextlib.suppress(RequestError):
             found = Rendered(text, disguised(other), True)
             if len(other) == len(told) and found.disguised.translate(back) == text:
                 return found
         spelt = unicodedata.normalize("NFKC", "".join(said))
         if any(char in marks and char not in _LETTERS for char in spelt):
-            raise OptionError(AMBIGUOUS)
+            raise RequestError(AMBIGUOUS)
         return Rendered(text, disguised(_LETTERS), False)
 
     def _put(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
-        with failing("--chat: the checkpoint's chat template fails"):
+        with failing(RequestError, _FAILS):
             return self._template.render(messages=messages, **variables)
 
 
@@ -124,7 +125,7 @@ def _environment() -> Any:
         from jinja2.ext import Extension
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError:
-        raise OptionError("--chat: a chat template needs the extra text (pip install 'dsv4_jax[text]')") from None
+        raise CheckpointError("a chat template needs the extra text (pip install 'dsv4_jax[text]')") from None
 
     class Generation(Extension):
         """The tag around what a model is to learn to say: a prompt has what is inside of it."""
@@ -157,7 +158,7 @@ def find_template(checkpoint: pathlib.Path, config: Mapping[str, Any]) -> str | 
     Files win over `tokenizer_config.json` (`config`), which has one or several with names, as a list or an object.
 
     Raises:
-        OptionError: none of several is the default; or they cannot be read.
+        CheckpointError: none of several is the default; or they cannot be read.
     """
     more = sorted((checkpoint / _MORE_FILES).glob("*.jinja"))
     files = {_DEFAULT: checkpoint / TEMPLATE_FILE} if (checkpoint / TEMPLATE_FILE).is_file() else {}
@@ -168,24 +169,24 @@ def find_template(checkpoint: pathlib.Path, config: Mapping[str, Any]) -> str | 
     if isinstance(found, list) and all(isinstance(each, dict) for each in found):
         found = {each.get("name"): each.get("template") for each in found}
     if not isinstance(found, dict) or any(not isinstance(each, str) for pair in found.items() for each in pair):
-        raise OptionError(
-            f"--chat: chat_template in tokenizer_config.json is {brief(found)}, neither a text nor texts with names"
+        raise CheckpointError(
+            f"chat_template in tokenizer_config.json is {brief(found)}, neither a text nor texts with names"
         )
     if _DEFAULT not in found:
-        raise OptionError(f"--chat: none of the checkpoint's chat templates is the default: {brief(sorted(found))}")
+        raise CheckpointError(f"none of the checkpoint's chat templates is the default: {brief(sorted(found))}")
     return found[_DEFAULT]
 
 
 @contextlib.contextmanager
-def failing(problem: str) -> Iterator[None]:
-    """Raises `OptionError` for whatever a program of others raises, a panic of its Rust, too."""
+def failing(kind: type[CacheError], problem: str) -> Iterator[None]:
+    """Raises an error of this kind for whatever a program of others raises, a panic of its Rust, too."""
     try:
         yield
-    except (MemoryError, OptionError):
+    except (MemoryError, CacheError):
         raise
     except BaseException as error:
         if isinstance(error, Exception) or type(error).__module__ == "pyo3_runtime":
-            raise OptionError(f"{problem}: {error}") from None
+            raise kind(f"{problem}: {error}") from None
         raise
 
 
@@ -193,7 +194,7 @@ def _read(path: pathlib.Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(f"--checkpoint: {path}: {brief(str(error))}") from None
+        raise CheckpointError(f"{path}: {brief(str(error))}") from None
 
 
 def _raise(message: str) -> NoReturn:

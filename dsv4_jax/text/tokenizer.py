@@ -14,10 +14,10 @@ from __future__ import annotations
 import functools
 import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..errors import OptionError
+from ..errors import CheckpointError, RequestError
 from ..untrusted import brief, plain, read_json
 from .chat_template import AMBIGUOUS, TEMPLATE_FILE, ChatTemplate, Message, failing, find_template
 
@@ -38,20 +38,19 @@ class Tokenizer:
     """The tokenizer of a checkpoint directory: `tokenizer.json`, and what `tokenizer_config.json` adds to it.
 
     Raises:
-        OptionError: there is none, it cannot be read, or the package that reads it is missing.
+        CheckpointError: there is none, it cannot be read, or the package that reads it is missing.
     """
 
-    def __init__(self, checkpoint: pathlib.Path):
+    def __init__(self, checkpoint: str | pathlib.Path):
         try:
             import tokenizers
         except ImportError:
-            raise OptionError(
-                "--prompt, --prompt-file: texts need the extra text (pip install 'dsv4_jax[text]'); --tokens does not"
-            ) from None
+            raise CheckpointError("its texts need the extra text (pip install 'dsv4_jax[text]')") from None
+        checkpoint = pathlib.Path(checkpoint)
         path = checkpoint / "tokenizer.json"
         if not path.is_file():
-            raise OptionError(f"--checkpoint: {checkpoint} has no tokenizer.json: give prompts as ids (--tokens)")
-        with failing(f"--checkpoint: {path} is no tokenizer"):
+            raise CheckpointError(f"{checkpoint} has no tokenizer.json")
+        with failing(CheckpointError, f"{path} is no tokenizer"):
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
             self._tokenizer.no_truncation()  # what training cut or padded
             self._tokenizer.no_padding()
@@ -61,14 +60,15 @@ class Tokenizer:
 
     @property
     def effort(self) -> str:
-        """How hard a conversation that is to reason asks for it, in words. Raises `OptionError` as `encode_chat`."""
+        """How hard a conversation that is to reason asks for it, in words. Raises as `encode_chat`."""
         return _EFFORT[self._template is not None]
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of a text to go on with: marks in it are the tokens that they name.
 
         Raises:
-            OptionError: it has no ids; or each text is to begin with a token that is not there.
+            RequestError: it has no ids.
+            CheckpointError: each text is to begin with a token that is not there.
         """
         ids = self._ids(self._tokenizer, text, special=True)
         if self._config.get("add_bos_token") is not True:
@@ -76,7 +76,7 @@ class Tokenizer:
         first = self._begin and self._tokenizer.token_to_id(self._begin)
         if not isinstance(first, int):
             lacks = f"tokenizer.json has no token {plain(self._begin)}" if self._begin else "it names no bos_token"
-            raise OptionError(f"--checkpoint: tokenizer_config.json asks for a token before each text, but {lacks}")
+            raise CheckpointError(f"tokenizer_config.json asks for a token before each text, but {lacks}")
         return ids if ids[:1] == [first] else [first, *ids]
 
     def encode_chat(self, messages: Sequence[Message], think: bool) -> list[int]:
@@ -90,9 +90,13 @@ class Tokenizer:
             think: the answer begins with its reasoning.
 
         Raises:
-            OptionError: the checkpoint says nothing of conversations, and which mark or file it lacks; its template
-                fails, or its own marks cannot be told from texts; a mark is a token of the tokenizer's merges, too.
+            CheckpointError: the checkpoint says nothing of conversations, and which mark or file it lacks; or its
+                template is none.
+            RequestError: `messages` are none; the template fails, or its own marks cannot be told from their texts;
+                a mark in them is a token of the tokenizer's merges, too.
         """
+        if isinstance(messages, str) or not all(isinstance(message, Mapping) for message in messages):
+            raise RequestError(f"a conversation is a sequence of messages, each a mapping, got {brief(messages)}")
         if self._template is not None:
             return self._put(self._template, messages, think)
         marks = (self._begin, _USER, _ASSISTANT, *_THINKING.values())
@@ -101,17 +105,38 @@ class Tokenizer:
         if not self._begin:
             there = (self._checkpoint / "tokenizer_config.json").exists()
             lacks = ["bos_token in tokenizer_config.json" if there else "tokenizer_config.json with a bos_token"]
-        missing = f"--chat: {self._checkpoint} has no {TEMPLATE_FILE}"
+        missing = f"{self._checkpoint} has no {TEMPLATE_FILE}"
         if lacks:
-            raise OptionError(f"{missing}, and DeepSeek-V4's own encoding needs {lacks[0]}")
+            raise CheckpointError(f"{missing}, and DeepSeek-V4's own encoding needs {lacks[0]}")
         if len(messages) != 1 or messages[0].get("role") != "user" or not isinstance(messages[0].get("content"), str):
-            raise OptionError(f"{missing}: only one question can be put")
+            raise RequestError(f"{missing}: only one question can be put")
         begin, user, assistant, *thinking = (known[mark] for mark in marks)
         return [begin, user, *self._text_ids(messages[0]["content"]), assistant, thinking[think]]
 
+    def encode_marked(self, text: str, marks: Sequence[tuple[int, int]]) -> list[int]:
+        """The ids of a text in which some places are marks, a token each, and all else is text, whatever it looks like.
+
+        Args:
+            marks: half-open ranges of characters, in order.
+
+        Raises:
+            RequestError: they are not in order or not within the text; what is between them has no ids.
+            CheckpointError: one of them is no token of the tokenizer.
+        """
+        ends = [0, *(place for mark in marks for place in mark), len(text)]
+        if ends != sorted(ends):
+            raise RequestError(f"marks must be ranges of 0..{len(text)} in order, got {brief(marks)}")
+        placed = []
+        for start, stop in marks:
+            token = self._tokenizer.token_to_id(text[start:stop])
+            if token is None:
+                raise CheckpointError(f"tokenizer.json has no token {plain(text[start:stop])}")
+            placed.append((token, start, stop))
+        return self._joined(text, placed)
+
     def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of ids, without special tokens."""
-        with failing(f"--checkpoint: its tokenizer has no text for ids {brief(list(ids))}"):
+        """Returns the text of ids, without special tokens. Raises `RequestError` for what are no ids."""
+        with failing(RequestError, f"the tokenizer has no text for ids {brief(ids)}"):
             return self._tokenizer.decode(ids)
 
     @functools.cached_property
@@ -127,7 +152,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _without_added(self) -> Any:
-        with failing("--checkpoint: its tokenizer cannot do without its added tokens"):
+        with failing(CheckpointError, "the tokenizer cannot do without its added tokens"):
             return self._load(json.dumps(json.loads(self._tokenizer.to_str()) | {"added_tokens": []}))
 
     def _put(self, template: ChatTemplate, messages: Sequence[Message], think: bool) -> list[int]:
@@ -137,16 +162,20 @@ class Tokenizer:
         if marks == own:  # as transformers encodes it
             return ids
         if not exact:
-            raise OptionError(AMBIGUOUS)
-        ids, end = [], 0
-        for token, start, stop in own:
+            raise RequestError(AMBIGUOUS)
+        return self._joined(text, own)
+
+    def _joined(self, text: str, marks: Sequence[tuple[int, int, int]]) -> list[int]:
+        """The ids of a text with these marks in it, each as (token, start, stop)."""
+        ids, end = list[int](), 0
+        for token, start, stop in marks:
             ids += [*self._text_ids(text[end:start]), token]
             end = stop
         return ids + self._text_ids(text[end:])
 
     def _with_marks(self, text: str) -> tuple[list[int], list[tuple[int, int, int]]]:
         """Returns the ids of a text, and of the marks among them each with the place of its characters."""
-        with failing(f"--checkpoint: its tokenizer has no ids for {brief(text)}"):
+        with failing(RequestError, f"the tokenizer has no ids for {brief(text)}"):
             found = self._tokenizer.encode(text, add_special_tokens=False)
         each = zip(found.ids, found.offsets, strict=True)
         return found.ids, [(token, *place) for token, place in each if token in self._added]
@@ -156,11 +185,11 @@ class Tokenizer:
         ids = self._ids(self._without_added, text, special=False)
         mark = next((self._added[token] for token in self._added.keys() & ids if self._added[token] in text), None)
         if mark is not None:
-            raise OptionError(f"--checkpoint: its tokenizer has no ids for {plain(mark)} as text, only as a mark")
+            raise RequestError(f"the tokenizer has no ids for {plain(mark)} as text, only as a mark")
         return ids
 
     def _ids(self, tokenizer: Any, text: str, *, special: bool) -> list[int]:
-        with failing(f"--checkpoint: its tokenizer has no ids for {brief(text)}"):
+        with failing(RequestError, f"the tokenizer has no ids for {brief(text)}"):
             return tokenizer.encode(text, add_special_tokens=special).ids
 
     def _named(self, name: str) -> str:
@@ -172,21 +201,21 @@ class Tokenizer:
         try:
             token.encode()
         except UnicodeEncodeError:
-            raise OptionError(f"--checkpoint: {name} of its tokenizer_config.json is no Unicode text") from None
+            raise CheckpointError(f"{name} of its tokenizer_config.json is no Unicode text") from None
         return token
 
 
-def stop_tokens_of(checkpoint: pathlib.Path) -> list[int]:
+def stop_tokens_of(checkpoint: str | pathlib.Path) -> list[int]:
     """What ends a text, by `generation_config.json` or else `config.json`; [] if neither says it.
 
     Raises:
-        OptionError: a file says something else than ids.
+        CheckpointError: a file says something else than ids.
     """
     for name in ("generation_config.json", "config.json"):
-        said = _object(checkpoint / name).get("eos_token_id")
+        said = _object(pathlib.Path(checkpoint) / name).get("eos_token_id")
         ids = said if isinstance(said, list) else [said]
         if any(type(token) is not int for token in ids) and said is not None:
-            raise OptionError(f"--stop-tokens: eos_token_id in {checkpoint / name} is {brief(said)}, no ids: give them")
+            raise CheckpointError(f"eos_token_id in {pathlib.Path(checkpoint) / name} is {brief(said)}, no ids")
         if ids and said is not None:
             return ids
     return []
@@ -199,7 +228,7 @@ def _object(path: pathlib.Path) -> dict[str, Any]:
     try:
         value = read_json(path, _MAX_BYTES)
     except ValueError as error:
-        raise OptionError(f"--checkpoint: {path}: {error}") from None
+        raise CheckpointError(f"{path}: {error}") from None
     if not isinstance(value, dict):
-        raise OptionError(f"--checkpoint: {path} holds {brief(value)}, no JSON object")
+        raise CheckpointError(f"{path} holds {brief(value)}, no JSON object")
     return value

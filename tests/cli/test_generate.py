@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import pathlib
-import random
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -15,22 +12,19 @@ import pytest
 from dsv4_jax import CacheLayout, DSV4Config, init_cache, model
 from dsv4_jax.cli import generate as command
 from dsv4_jax.cli import main
-from dsv4_jax.cli.answers import StopText, TextStream
 from dsv4_jax.cli.engine import DeviceMemory, choose_size, shared_tokens
 from dsv4_jax.cli.prompts import given_prompts
 from dsv4_jax.config import AttentionType
 from dsv4_jax.errors import OptionError
 from dsv4_jax.manager import KVCacheManager
 from dsv4_jax.model.generate import StepOutput
-from dsv4_jax.text.tokenizer import Tokenizer
+from dsv4_jax.text import save_byte_tokenizer
 
 from ..model import released
+from ..text.folders import ASSISTANT, BEGIN, a_chat, ids_of
 from .refusals import refused
 
 CFG = DSV4Config.tiny(layer_types=(AttentionType.CSA,), hc_sinkhorn_iters=1, vocab_size=300, num_mtp_layers=1)
-BEGIN, END = "<\uff5cbegin\u2581of\u2581sentence\uff5c>", "<\uff5cend\u2581of\u2581sentence\uff5c>"
-USER, ASSISTANT = "<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c>"
-SPECIAL = [BEGIN, END, USER, ASSISTANT, "<think>", "</think>"]
 
 
 @pytest.fixture(scope="module")
@@ -43,26 +37,14 @@ def checkpoint(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def with_text(checkpoint, tmp_path_factory) -> pathlib.Path:
-    """The same with a tokenizer: a token a byte, and a few special ones."""
-    tokenizers = pytest.importorskip("tokenizers")
+    """The same with a tokenizer: a token a byte, and marks."""
+    pytest.importorskip("tokenizers")
     path = tmp_path_factory.mktemp("text")
     for file in checkpoint.iterdir():
         (path / file.name).symlink_to(file)
-    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    words = {name: i for i, name in enumerate([*SPECIAL, *letters])}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=words, merges=[]))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.add_special_tokens(SPECIAL)
-    tokenizer.save(str(path / "tokenizer.json"))
+    save_byte_tokenizer(path)
     (path / "tokenizer_config.json").write_text(json.dumps({"bos_token": {"content": BEGIN}, "add_bos_token": True}))
     return path
-
-
-def ids_of(path: pathlib.Path, text: str) -> list[int]:
-    import tokenizers
-
-    return tokenizers.Tokenizer.from_file(str(path / "tokenizer.json")).encode(text).ids
 
 
 class Script:
@@ -259,222 +241,6 @@ def test_thinking_says_how_hard(with_text, script, capsys, tmp_path, template):
     assert "--chat think" not in capsys.readouterr().err
 
 
-def a_chat(with_text: pathlib.Path, path: pathlib.Path, *, template: str | None = None, **config) -> pathlib.Path:
-    """`with_text` with another tokenizer_config.json and chat template, in `path`."""
-    for file in with_text.iterdir():
-        if file.name != "tokenizer_config.json":
-            (path / file.name).symlink_to(file)
-    configure(path, **config)
-    if template is not None:
-        (path / "chat_template.jinja").write_text(template, encoding="utf-8")
-    return path
-
-
-def configure(path: pathlib.Path, **config) -> None:
-    (path / "tokenizer_config.json").write_text(json.dumps({"bos_token": BEGIN, "eos_token": END} | config))
-
-
-ASKED = "w\u00ed<y? \u65e5\n"
-# Template -> what transformers 5.23 makes of it; None: it raises.
-TEMPLATES = {
-    "{% if tools is not none %}TOOLS{% endif %}{% if documents is not none %}DOCS{% endif %}A": "A",
-    "{% if tools is defined and tools is none %}B{% endif %}": "B",
-    "{% for m in messages %}{% generation %}{{ m.content }}{% set x=1 %}{% endgeneration %}{{ x }};{% endfor %}": ASKED
-    + ";",
-    "{% generation %}\n  {% if add_generation_prompt %}\n  yes\n  {% endif %}\n{% endgeneration %}\nend": "  yes\nend",
-    "{{ strftime_now('%Y') | length }}{{ strftime_now('%%') }}": "4%",
-    "{% macro f(x) %}{{ strftime_now('%%') }}{{ x }}{% endmacro %}{{ f('a') }}": "%a",
-    "{{ messages | tojson }}": '[{"role": "user", "content": "w\u00ed<y? \u65e5\\n"}]',
-    "{{ {'b': 'x&y', 'a': 1} | tojson(indent=1, sort_keys=True) }}": '{\n "a": 1,\n "b": "x&y"\n}',
-    "{{ {'b': '\u00e9', 'a': 1} | tojson(true, separators=(',', ':')) }}": '{"b":"\\u00e9","a":1}',
-    "{{ 'x\u00e9' | tojson(ensure_ascii=True) }}": '"x\\u00e9"',
-    "{{ bos_token }}{{ eos_token }}{{ pad_token is defined }}{{ sep_token is defined }}": f"{BEGIN}{END}FalseFalse",
-    "{{ thinking }}{{ enable_thinking }}{{ add_generation_prompt }}": "FalseFalseTrue",
-    "{% for m in messages %}{{ m.content | trim }}{% break %}{% endfor %}": ASKED.strip(),
-    "{{ messages[0].content.split('\\n')[0][2:] }}{{ messages[0].role | upper }}": "<y? \u65e5USER",
-    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = 3 %}{% endfor %}{{ ns.n }}": "3",
-    "{{ messages.append(1) }}": None,
-    "{{ raise_exception('no') }}": None,
-    "{{ messages | tojson(0, 1, 2, 3, 4) }}": None,
-    "{{ ''.__class__.__mro__ }}": None,
-}
-
-
-def ids_of_chat(path: pathlib.Path, template: str | None, messages: list[dict]) -> list[int]:
-    (path / "chat_template.jinja").unlink(missing_ok=True)
-    if template is not None:
-        (path / "chat_template.jinja").write_text(template, encoding="utf-8")
-    return Tokenizer(path).encode_chat(messages, False)
-
-
-@pytest.mark.every_case
-def test_templates_are_put_as_by_transformers(with_text, tmp_path):
-    asked = [{"role": "user", "content": ASKED}]
-    path = a_chat(with_text, tmp_path)
-    for template, wanted in TEMPLATES.items():
-        if wanted is None:
-            with pytest.raises(OptionError, match="--chat: the checkpoint's chat template fails"):
-                ids_of_chat(path, template, asked)
-        else:
-            assert ids_of_chat(path, template, asked) == ids_of(path, wanted), template
-    (path / "chat_template.jinja").unlink()
-    transformers = pytest.importorskip("transformers")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    for template, wanted in TEMPLATES.items():
-        options = {"chat_template": template, "thinking": False, "enable_thinking": False, "return_dict": False}
-        try:
-            ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, **options)
-        except Exception:
-            ids = None
-        assert ids == (None if wanted is None else ids_of(path, wanted)), template
-
-
-@pytest.mark.every_case
-def test_several_templates(with_text, tmp_path):
-    """The one named "default", of tokenizer_config.json or of files, which win; else it is said that none is."""
-    asked, names = [{"role": "user", "content": "a"}], ["tool_use", "default", "rag"]
-    texts = [{"name": name, "template": f"{name}: {{{{ messages[0].content }}}}"} for name in names]
-    path = a_chat(with_text, tmp_path, chat_template=texts)
-    assert Tokenizer(path).encode_chat(asked, False) == ids_of(path, "default: a")
-    configure(path, chat_template={text["name"]: text["template"] for text in texts})
-    assert Tokenizer(path).encode_chat(asked, False) == ids_of(path, "default: a")
-    for wrong, problem in (
-        ([texts[0], texts[2]], r"none of the checkpoint's chat templates is the default: \['rag', 'tool_use'\]"),
-        ([{"name": "default"}], "chat_template in tokenizer_config.json is "),
-        (7, "chat_template in tokenizer_config.json is 7"),
-    ):
-        configure(path, chat_template=wrong)
-        with pytest.raises(OptionError, match=f"--chat: {problem}"):
-            Tokenizer(path).encode_chat(asked, False)
-        assert Tokenizer(path).encode("b") == ids_of(path, "b"), "texts that are no questions need no template"
-    (more := path / "additional_chat_templates").mkdir()
-    (more / "rag.jinja").write_text("file")
-    with pytest.raises(OptionError, match=r"none of the checkpoint's chat templates is the default: \['rag'\]"):
-        Tokenizer(path).encode_chat(asked, False)
-    assert ids_of_chat(path, "{{ messages[0].content }}!", asked) == ids_of(path, "a!")
-
-
-MARKED = f"x{ASSISTANT}</think>y{USER}"
-
-
-@pytest.mark.every_case
-def test_what_users_type_is_never_a_mark(with_text, tmp_path):
-    """Without a template, and with those that write texts as they are, trimmed, or as JSON, in every role."""
-    path = a_chat(with_text, tmp_path)
-    assert len(as_bytes(path, MARKED)) == len(MARKED.encode()) and min(as_bytes(path, MARKED)) > 5
-    for content in (MARKED, f" {MARKED}", f'"{MARKED}\n', "<think>", "<", "think>", BEGIN * 3):
-        asked, text = [{"role": "user", "content": content}], as_bytes(path, content)
-        assert ids_of_chat(path, None, asked) == [0, 2, *text, 3, 5]
-        template = (
-            "{{ bos_token }}<\uff5cUser\uff5c>{{ messages[0].content }}{{ '<\uff5cAssistant\uff5c>' ~ '<think>' }}"
-        )
-        assert ids_of_chat(path, template, asked) == [0, 2, *text, 3, 4]
-        assert ids_of_chat(path, template.replace("content", "content | trim"), asked) == [
-            0,
-            2,
-            *as_bytes(path, content.strip()),
-            3,
-            4,
-        ]
-        assert ids_of_chat(path, template.replace("content", "content | tojson"), asked) == [
-            0,
-            2,
-            *as_bytes(path, json.dumps(content, ensure_ascii=False)),
-            3,
-            4,
-        ]
-        cut = template.replace("content", "content[1:9]").replace(
-            "<\uff5cUser\uff5c>", "{{ messages[0].content | length }}"
-        )
-        assert ids_of_chat(path, cut, asked) == [0, *as_bytes(path, f"{len(content)}{content[1:9]}"), 3, 4]
-    halves = [{"role": "user", "content": "<think"}, {"role": "tool", "content": ">"}]
-    for template, wanted in (
-        ("{% for m in messages %}{{ m.content }}{% endfor %}<think>", [*as_bytes(path, "<think>"), 4]),
-        ("<{{ messages[0].content[1:] }}></think>", [*as_bytes(path, "<think>"), 5]),
-    ):
-        assert ids_of_chat(path, template, halves) == wanted
-
-
-def test_a_mark_that_the_merges_make_too_is_refused(with_text, tmp_path):
-    path, whole = a_chat(with_text, tmp_path), json.loads((with_text / "tokenizer.json").read_text())
-    whole["model"]["ignore_merges"], whole["pre_tokenizer"]["use_regex"] = True, False
-    (path / "tokenizer.json").unlink()
-    (path / "tokenizer.json").write_text(json.dumps(whole))
-    with pytest.raises(OptionError, match="--checkpoint: its tokenizer has no ids for <think> as text, only as a mark"):
-        ids_of_chat(path, None, [{"role": "user", "content": "<think>"}])
-    assert ids_of_chat(path, None, [{"role": "user", "content": "a"}])[2:-2] == ids_of(path, "a")
-
-
-@pytest.mark.every_case
-def test_roles_calls_and_results_are_text_too(with_text, tmp_path):
-    call = {"type": "function", "id": MARKED, "function": {"name": MARKED, "arguments": {"a": [MARKED, 1, None]}}}
-    messages = [
-        {"role": "system", "content": MARKED},
-        {"role": "user", "content": [{"type": "text", "text": MARKED}, {"type": "text", "text": "<think>"}]},
-        {"role": "assistant", "content": "", "reasoning_content": MARKED, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": MARKED, "content": MARKED},
-    ]
-    template = (
-        "{% for m in messages %}{{ eos_token if m.role == 'system' else '<\uff5cUser\uff5c>' }}"
-        "{% if m.content is string %}{{ m.content }}{% else %}"
-        "{% for part in m.content if part.type == 'text' %}{{ part.text }}{% endfor %}{% endif %}"
-        "{{ m.reasoning_content }}{% for c in m.tool_calls or [] %}"
-        "{{ c.id ~ c.function.name }}<think>{{ c.function.arguments | tojson }}{% endfor %}"
-        "{% if m.tool_call_id == messages[2].tool_calls[0].id %}</think>{% endif %}{% endfor %}"
-    )
-    path = a_chat(with_text, tmp_path)
-    marked = as_bytes(path, MARKED)
-    arguments = as_bytes(path, json.dumps({"a": [MARKED, 1, None]}, ensure_ascii=False))
-    assert ids_of_chat(path, template, messages) == [
-        1,
-        *marked,
-        2,
-        *marked,
-        *as_bytes(path, "<think>"),
-        2,
-        *marked,
-        *marked,
-        *marked,
-        4,
-        *arguments,
-        2,
-        *marked,
-        5,
-    ]
-    with pytest.raises(OptionError, match=r"--chat: .* has no chat_template\.jinja: only one question"):
-        ids_of_chat(path, None, messages)
-
-
-@pytest.mark.every_case
-def test_templates_that_change_texts_are_refused(with_text, tmp_path):
-    """What they make of a text is no longer seen to be one; what they find in it decides on their marks."""
-    path = a_chat(with_text, tmp_path)
-    for template in (
-        "{{ messages[0].content | upper }}",
-        "{{ messages[0].content | replace('y', '<think>') }}",
-        "{{ messages[0].content.split('</think>')[-1] }}",
-        "{% if '<think>' in messages[0].content %}<think>{% endif %}{{ messages[0].content }}",
-        "{% if messages[0].content != 'y<think>' %}{{ raise_exception('') }}{% endif %}a",
-        "{{ messages[0].content | tojson(true) }}\u00e9",
-    ):
-        with pytest.raises(OptionError, match="--chat: the checkpoint's chat template changes the text of a message"):
-            ids_of_chat(path, template, [{"role": "user", "content": "y<think>" if "</" not in template else MARKED}])
-    wrapped = "<{{ messages[0].content | lower }}>"  # harmless characters, and together a mark
-    with pytest.raises(OptionError, match="--chat: the checkpoint's chat template changes the text of a message"):
-        ids_of_chat(path, wrapped, [{"role": "user", "content": "THINK"}])
-    harmless = f"<think>{wrapped}</think>"
-    assert ids_of_chat(path, harmless, [{"role": "user", "content": "Why?"}]) == [4, *ids_of(path, "<why?>"), 5]
-
-
-def as_bytes(path: pathlib.Path, text: str) -> list[int]:
-    """A token a byte, whatever the bytes spell."""
-    whole = json.loads((path / "tokenizer.json").read_text())
-    whole["added_tokens"] = []
-    import tokenizers
-
-    return tokenizers.Tokenizer.from_str(json.dumps(whole)).encode(text).ids
-
-
 def test_refusals(checkpoint, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(command, "load", None)  # nothing is loaded before all is known to be right
     (lines := tmp_path / "lines.jsonl").write_text('"ok"\n{"tokens": "x"}\n')
@@ -582,93 +348,19 @@ def test_checkpoints_without_text(checkpoint, with_text, capsys, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "\\ud800"}')
     refused(capsys, generate(tmp_path, "--prompt", "a"), "--checkpoint: bos_token of its tokenizer_config.json")
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ \'\\ud800\' }}"}')
-    refused(capsys, generate(tmp_path, "--prompt", "a", "--chat"), "--checkpoint: its tokenizer has no ids for")
+    refused(capsys, generate(tmp_path, "--prompt", "a", "--chat"), "--chat: the tokenizer has no ids for")
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, "2"]}')
     refused(capsys, generate(tmp_path, "--tokens", "1"), "--stop-tokens: eos_token_id in ", "is [1, '2'], no ids")
 
 
-def test_all_of_a_prompt_is_fed(with_text, tmp_path):
-    """Whatever a tokenizer was trained to cut or fill up; and no mark of an editor's."""
-    import tokenizers
-
-    tokenizer = tokenizers.Tokenizer.from_file(str(with_text / "tokenizer.json"))
-    tokenizer.enable_truncation(2)
-    tokenizer.enable_padding(length=9)
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    assert Tokenizer(tmp_path).encode("four") == ids_of(with_text, "four")
+def test_files_of_prompts(tmp_path):
+    """No mark of an editor's, no end of a line is part of one."""
     (lines := tmp_path / "lines.jsonl").write_bytes(b'\xef\xbb\xbf"a"\r\n')
     args = argparse.Namespace(prompt=[], prompt_file=lines, tokens=[], chat=None)
     assert [content for _, content in given_prompts(args)] == ["a"]
 
 
 # Parts
-
-
-class Bytes:
-    """A tokenizer of a token a byte, and of words that drop the space where a text begins."""
-
-    words: ClassVar[dict[int, bytes]] = {256: b" wor", 257: b"ld", 258: b""}
-
-    def decode(self, ids: list[int]) -> str:
-        text = b"".join(self.words.get(token, bytes([token % 256])) for token in ids).decode(errors="replace")
-        return text.removeprefix(" ")
-
-
-@pytest.mark.parametrize(
-    "ids",
-    [
-        [*"déjà \U0001f4a5 vu".encode()],
-        [258, 256, 257, 258, 256, 257, 0xC3, 0xA9],
-        [0xF0, 0x9F, 65, 0x9F, 0xC3],
-        [256, 0xFF, 0xFF, 256, *"\ufffd".encode(), 256, 258, 0xE2, 0x82],
-    ],
-    ids=["characters", "words", "broken", "replacement"],
-)
-def test_pieces_add_up_to_the_text(ids):
-    stream, tokenizer = TextStream(Bytes()), Bytes()
-    pieces = [stream.add(token) for token in ids]
-    assert "".join(pieces) + stream.end() == tokenizer.decode(ids)
-    assert not any(piece.endswith("\ufffd") for piece in pieces), "a character is shown when it is complete"
-    if ids[0] == ord("d"):
-        assert pieces == ["d", "", "é", "j", "", "à", " ", "", "", "", "\U0001f4a5", " ", "v", "u"]
-
-
-def test_stop_strings_are_found_across_pieces():
-    def run(pieces, *stops):
-        stop = StopText(stops)
-        shown = []
-        for piece in pieces:
-            shown.append(stop.add(piece))
-            if stop.found:
-                return shown, True
-        return [*shown, stop.end()], False
-
-    assert run(["ab", "c", "d"], "bc") == (["a", ""], True)
-    assert run(["ab", "b", "c"], "bc") == (["a", "b", ""], True)
-    assert run(["ab", "x"], "bc", "xyz") == (["a", "b", "x"], False)
-    assert run(["one two"], "two", "one") == ([""], True)
-    assert run(["anything"]) == (["anything", ""], False)
-
-
-def test_the_stop_string_that_ends_first_wins_however_text_is_cut():
-    """Of several that end at the same place the longest, by definition: against all places of all texts."""
-    rng, compared = random.Random(0), 0
-    cases = [("aaaabaaabbbb", ["ba", "abaa"]), ("baa", ["baa", "a"]), ("xabc", ["bc", "abc", "c"])]
-    for _ in range(300):
-        text = "".join(rng.choices("ab", k=rng.randrange(1, 12)))
-        cases.append((text, ["".join(rng.choices("ab", k=rng.randrange(1, 5))) for _ in range(3)]))
-    for text, stops in cases:
-        ends = range(1, len(text) + 1)
-        found = next((start for end in ends for start in range(end) if text[start:end] in stops), None)
-        for _ in range(5):
-            cuts = sorted(rng.choices(range(len(text) + 1), k=rng.randrange(5)))
-            stop, shown = StopText(stops), ""
-            for start, end in itertools.pairwise([0, *cuts, len(text)]):
-                shown += "" if stop.found else stop.add(text[start:end])
-            shown += "" if stop.found else stop.end()
-            assert (shown, stop.found) == (text[:found], found is not None), (text, stops, cuts)
-            compared += 1
-    assert compared == 5 * 303
 
 
 def test_the_cache_is_what_prompts_need_and_fits():
