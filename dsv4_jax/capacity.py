@@ -19,6 +19,7 @@ import contextlib
 import dataclasses
 import math
 import numbers
+import os
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -32,7 +33,9 @@ __all__ = [
     "Capacity",
     "Limit",
     "capacity",
+    "device_limit",
     "largest_fitting",
+    "machine_bytes",
     "plan_capacity",
     "plan_host_capacity",
     "snapshots_beside",
@@ -359,3 +362,15 @@ def _fraction(value: object) -> float:
     if not 0 <= share < 1:
         raise CapacityError(f"snapshot_fraction must be a number in [0, 1), got {shown(value)}")
     return share
+
+
+def machine_bytes() -> int:
+    """Returns the bytes of memory that this machine has."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def device_limit() -> int:
+    """Returns the bytes that jax may use of a device; those of the machine if the device does not say."""
+    import jax
+
+    return (jax.devices()[0].memory_stats() or {}).get("bytes_limit") or machine_bytes()

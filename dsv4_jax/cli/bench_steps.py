@@ -7,8 +7,9 @@ import dataclasses
 from types import MappingProxyType
 from typing import Any
 
+from ..capacity import device_limit
 from ..errors import OptionError
-from .options import check_devices, device_bytes, devices_sharing_heads, naming
+from .options import check_devices, devices_sharing_heads, naming
 
 __all__ = ["fits", "model_options", "step_options"]
 
@@ -56,7 +57,7 @@ def model_options(args: argparse.Namespace, quick: bool) -> list[Any]:
     with naming("--devices, --tensor", fields=_FIELDS):
         for option in options:
             check_split(option.config(), option.split)
-    held = device_bytes()
+    held = device_limit()
     layers = args.layers
     if needed(layers) > held:
         whole = options[0].config().num_layers
@@ -72,7 +73,7 @@ def model_options(args: argparse.Namespace, quick: bool) -> list[Any]:
 
 def fits(what: str, needed: int) -> None:
     """Raises `OptionError` if so many bytes do not lie in the device's memory."""
-    if needed > (held := device_bytes()):
+    if needed > (held := device_limit()):
         raise OptionError(f"--batch, --context: {what} takes at least {needed} bytes, the device has {held}")
 
 

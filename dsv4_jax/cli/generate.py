@@ -6,6 +6,7 @@ import argparse
 import time
 from typing import Any
 
+from ..capacity import device_limit
 from ..config import DSV4Config
 from ..errors import OptionError
 from ..hf_config import check_drafts, read_hf
@@ -21,7 +22,6 @@ from .options import (
     add_layout,
     check_devices,
     check_implementation,
-    device_bytes,
     devices_sharing_heads,
     layout_from,
     naming,
@@ -185,7 +185,7 @@ def _memory(args: argparse.Namespace, cfg: DSV4Config, form: str, tensor: int) -
     mtp = args.draft_tokens > 0
     weights = weight_bytes(cfg, form, args.devices, tensor, mtp=mtp)
     check_devices(args.devices)
-    memory = DeviceMemory(device_bytes(), weights)
+    memory = DeviceMemory(device_limit(), weights)
     if weights >= memory.total:
         more = devices_that_hold(cfg, form, memory.total, more_than=args.devices, mtp=mtp)
         raise OptionError(

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from ..capacity import machine_bytes
 from ..config import DSV4Config
 from ..errors import PlanError
 from ..layout import CacheLayout, CacheSize
@@ -24,7 +25,6 @@ from .options import (
     add_layout,
     check_implementation,
     layout_from,
-    memory_bytes,
     naming,
     option,
     refuse_same,
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     with naming("--checkpoint"):
         cfg = DSV4Config.from_hf(args.checkpoint)
     _check_vocabulary(tokens, cfg.vocab_size)
-    if (needed := len(tokens) * cfg.vocab_size * 4) > (held := memory_bytes()):
+    if (needed := len(tokens) * cfg.vocab_size * 4) > (held := machine_bytes()):
         raise PlanError(
             f"--tokens: logits of {len(tokens)} tokens take {human(needed)}, this machine has {human(held)}"
         )

@@ -39,10 +39,8 @@ __all__ = [
     "add_layout",
     "check_devices",
     "check_implementation",
-    "device_bytes",
     "devices_sharing_heads",
     "layout_from",
-    "memory_bytes",
     "naming",
     "option",
     "refuse_same",
@@ -210,18 +208,6 @@ def refuse_same(paths: Mapping[str, str | os.PathLike[str] | None]) -> None:
 
 
 # The machine
-
-
-def memory_bytes() -> int:
-    """The bytes of memory that this machine has."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def device_bytes() -> int:
-    """The bytes that jax may use of a device; those of the machine if the device does not say."""
-    import jax
-
-    return (jax.devices()[0].memory_stats() or {}).get("bytes_limit") or memory_bytes()
 
 
 def check_devices(count: int) -> None:

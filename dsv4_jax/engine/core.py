@@ -290,7 +290,7 @@ class Core:
     def _bring_in(self, now: float) -> None:
         """Makes requests live: those that were preempted come first."""
         for shard, waiting in enumerate(self._preempted):
-            waiting.sort(key=lambda job: (job.rank, job.order))
+            waiting.sort(key=_in_turn)
             while waiting and self._has_room(shard, waiting[0]):
                 if not self._resume(shard, waiting[0]):
                     break
@@ -406,49 +406,29 @@ class Core:
     def _schedule(self, shard: int) -> list[tuple[Job, int]]:
         """Jobs of a data shard, and how many of their tokens the next step computes.
 
-        Decodes whose token a call under way samples come first, then what the manager offers. If it offers nothing and
-        no result may change that, the least important have to go.
+        If the manager offers nothing and no result may change that, the least important have to go.
         """
         manager, live, shape = self.managers[shard], self._live[shard], self.shapes.mixed
-        if not live:
-            return []
-        ahead = [job for job in live.values() if job.ahead and job.left > 0] if self._sent else []
-        if ahead and self._lacks(shard, [(job, 1) for job in ahead], 1):
-            return []  # results first: somebody may have to go
-        decoding = sum(self._drafts(job) for job in live.values()) if self.shapes.drafts else 0
-        rest = dataclasses.replace(
-            shape,
-            sequences=shape.sequences - len(ahead),
-            tokens=shape.tokens - len(ahead) - decoding,
-            table_entries=max(shape.table_entries - len(ahead), 0),
-        )
-        while True:
-            others = [job for job in live.values() if not job.ahead and job.request.num_pending]  # type: ignore[union-attr]
-            pairs = [(job, 1) for job in ahead]
-            if others and rest.sequences > 0 and rest.tokens > 0:
-                others.sort(key=lambda job: (job.rank, job.order))
-                try:
-                    offered = manager.schedule(
-                        rest.tokens,
-                        max_sequences=rest.sequences,
-                        shape=rest if ahead or decoding else shape,
-                        requests=[job.request for job in others],  # type: ignore[misc]
-                    )
-                except ContextLimitError as error:  # it has outgrown all blocks
-                    self._end(next(job for job in others if job.request.id == error.request), "error", error)  # type: ignore[union-attr]
-                    continue
-                pairs += [(live[request], count) for request, count in offered]
-            if ahead and len(pairs) > len(ahead) and self._lacks(shard, pairs, 1):
-                pairs = pairs[: len(ahead)]
-            if pairs or self._sent or not others:
-                return pairs
-            if len(live) == 1:
-                job = others[0]
-                use = manager.cache.num_available
-                problem = OutOfBlocksError("device", self.layout.blocks_for(len(job.request.tokens)), use, use)  # type: ignore[union-attr]
-                self._end(job, "error", problem)
+        room = shape.tokens - (sum(map(self._drafts, live.values())) if self.shapes.drafts else 0)
+        while live:
+            waiting = [job for job in live.values() if (job.left > 0 if job.ahead else job.request.num_pending)]  # type: ignore[union-attr]
+            if not waiting:
                 return []
-            self._preempt(max(live.values(), key=lambda job: (job.rank, job.order)))
+            waiting.sort(key=_in_turn)
+            requests = [job.request for job in waiting]
+            try:
+                offered = manager.schedule(room, shape=shape, requests=requests, ahead=bool(self._sent))  # type: ignore[arg-type]
+            except ContextLimitError as error:  # it has outgrown all blocks
+                self._end(next(job for job in waiting if job.request.id == error.request), "error", error)  # type: ignore[union-attr]
+                continue
+            if offered or self._sent:
+                return [(live[request], count) for request, count in offered]
+            if len(live) > 1:
+                self._preempt(max(live.values(), key=_in_turn))
+            else:
+                needed, free = self.layout.blocks_for(waiting[0].request.num_cached + 1), manager.cache.num_available  # type: ignore[union-attr]
+                self._end(waiting[0], "error", OutOfBlocksError(needed, free, manager.size.total_blocks))
+        return []
 
     def _lacks(self, shard: int, pairs: Sequence[tuple[Job, int]], steps: int) -> bool:
         """Whether there are not as many free blocks as these need for their tokens in so many steps."""
@@ -501,8 +481,6 @@ class Core:
                 start = request.num_cached
                 if job.ahead:
                     source[shard, at] = job.row
-                else:
-                    tokens[shard, at : at + count] = request.tokens[start : start + count]
                 samples = start + count >= len(request.tokens)
                 text = request.tokens if job.fresh and samples else None
                 rows[shard].append(Row(job.prompt, job.sampling, job.seed, request.slot, count, samples, more, text))
@@ -511,6 +489,7 @@ class Core:
                 at += count + more
             wanted = [(job.request, count + more) for (job, count), more in zip(pairs, drafts[shard], strict=True)]
             plans.append(manager.plan_step(wanted, steps=steps, shape=shape))
+            tokens[shard] = manager.plan_tokens(plans[-1], unknown=-1)
             transfers.append(manager.take_transfers())
         for live in self._live:
             for job in live.values():
@@ -770,6 +749,10 @@ def _check_alike(managers: list[KVCacheManager]) -> None:
             first.host_size,
         ):
             raise PlanError(f"the manager of shard {i} is of another cache than that of shard 0")
+
+
+def _in_turn(job: Job) -> tuple[float, int]:
+    return job.rank, job.order
 
 
 def _cached(manager: KVCacheManager, prompt: Prompt) -> int:

@@ -106,6 +106,70 @@ class Engine:
         if self._watchdog is not None:
             threading.Thread(target=self._watch, name="dsv4-watchdog", daemon=True).start()
 
+    @classmethod
+    def of(
+        cls,
+        params: Any,
+        layout: Any,
+        memory: Any,
+        *,
+        watchdog: float | None = None,
+        freeze: bool = False,
+        **options: Any,
+    ) -> Self:
+        """An engine of parameters, a layout, and memory for its cache.
+
+        Args:
+            params: over a mesh those of `shard_params`.
+            layout: a `CacheLayout`.
+            memory: bytes of a device for the cache, or a `CacheSize`.
+            watchdog, freeze: as of `Engine`.
+            max_requests: with bytes: most requests at once, of each data shard (default: 64).
+            max_context: with bytes: tokens of one request (default: what the requests can reach at once).
+            host: bytes of the host tier, or a `HostSize` of each data shard (default: none).
+            stores: of blocks and of snapshots, `AsyncStore` each; needs a host tier and `weights_id`.
+            policy: a `CachePolicy`; None: nothing stays cached (default: `CachePolicy()`).
+            weights_id: names the weights.
+            events: of each data shard an `EventLog`.
+            mesh, pool: the devices, and whether those that share the heads share each request's blocks, too.
+            exchanges: of the mesh's axes.
+            chunk_tokens: most tokens of a step, of each data shard (default: 512, or one of each slot).
+            decode_steps: K steps in a call while nobody waits (default: 1).
+            drafts: most drafts of a request in a step (default: none).
+            ahead: whether a step is planned while the one before it runs (default: yes).
+            limits: `Limits`.
+            seed: of requests that have none.
+            top: the most likeliest tokens that a request may ask for.
+            implementation: of the ops.
+
+        Raises:
+            CapacityError, LayoutError: no such cache fits.
+            PlanError: an argument of another kind, or drafts that are not possible.
+        """
+        from .build import build
+
+        return cls(*build(params, layout, memory, **options), watchdog=watchdog, freeze=freeze)
+
+    @classmethod
+    def load(cls, checkpoint: Any, *, watchdog: float | None = None, freeze: bool = False, **options: Any) -> Self:
+        """An engine of a checkpoint's folder.
+
+        Args:
+            checkpoint: holds `config.json` and safetensors, as `load_hf` reads them.
+            watchdog, freeze: as of `Engine`.
+            weights: "released", or the dtype of matrices (default: released if the checkpoint has them, else float32).
+            kv_format, index_format, block_tokens: as of `CacheLayout`.
+            memory: a share of the device, as a float (default: 0.9 of it, weights included), or bytes for the cache.
+            weights_id: default: the folder's path.
+            progress: as of `load_hf`.
+            options: as of `of`.
+
+        Raises: as `load_hf` and `of`.
+        """
+        from .build import load
+
+        return cls(*load(checkpoint, **options), watchdog=watchdog, freeze=freeze)
+
     def __enter__(self) -> Self:
         return self
 
@@ -182,7 +246,7 @@ class Engine:
         return tuple(self._core.managers)
 
     def pause(self) -> None:
-        """Returns when no call of the device is under way; none is planned until `resume`. Requests keep what they have."""
+        """Returns when no call of the device is under way; plans none until `resume`. Requests keep what they have."""
         self._call(self._pause)
 
     def resume(self, *, keep: bool = True) -> None:

@@ -271,7 +271,7 @@ def test_refusals(checkpoint, capsys, tmp_path, monkeypatch):
         (["--tokens", "1", "--pool"], "--pool: blocks are shared by devices that share the heads"),
     ):
         refused(capsys, generate(checkpoint, *argv), *parts)
-    monkeypatch.setattr(command, "device_bytes", lambda: 10_000)
+    monkeypatch.setattr(command, "device_limit", lambda: 10_000)
     refused(
         capsys,
         generate(checkpoint, "--tokens", "1"),
@@ -280,9 +280,9 @@ def test_refusals(checkpoint, capsys, tmp_path, monkeypatch):
         "do not fit on 4 devices either",
     )
     needed = model.device_bytes(CFG, "float32")
-    monkeypatch.setattr(command, "device_bytes", lambda: needed - 1)
+    monkeypatch.setattr(command, "device_limit", lambda: needed - 1)
     refused(capsys, generate(checkpoint, "--tokens", "1"), "--weights: ", "; --devices 2 would hold them")
-    monkeypatch.setattr(command, "device_bytes", lambda: needed + 1000)
+    monkeypatch.setattr(command, "device_limit", lambda: needed + 1000)
     refused(
         capsys, generate(checkpoint, "--tokens", "1"), "--max-new-tokens: a cache for 128 tokens", "has 900 B for it"
     )

@@ -445,7 +445,7 @@ def test_hostile_tokens(header, parts, tmp_path, checkpoint):
 
 def test_more_logits_than_memory(tmp_path, checkpoint, monkeypatch):
     np.save(path := tmp_path / "t.npy", np.zeros(1000, np.uint8))
-    monkeypatch.setattr("dsv4_jax.cli.logits.memory_bytes", lambda: 500 * 256 * 4)
+    monkeypatch.setattr("dsv4_jax.cli.logits.machine_bytes", lambda: 500 * 256 * 4)
     argv = ["logits", "--checkpoint", checkpoint, "--tokens", path, "--out", tmp_path / "l.npy"]
     refused(argv, "1,000.00 KiB", "500.00 KiB")
 

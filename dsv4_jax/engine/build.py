@@ -1,0 +1,176 @@
+"""Engines from what a user has: a checkpoint, or parameters, a layout and memory."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from ..cache import KVCache, init_cache
+from ..capacity import device_limit, plan_capacity, plan_host_capacity
+from ..checks import check_integer, shown
+from ..config import DSV4Config
+from ..errors import CapacityError, PlanError
+from ..events import EventLog
+from ..hf_config import read_hf
+from ..layout import CacheLayout, CacheSize
+from ..manager import CachePolicy, HostSize, KVCacheManager
+from ..model.weights.loading import load_hf
+from ..model.weights.params import Params
+from ..model.weights.split import DATA, TENSOR
+from ..ops.exchange_buffers import Exchange
+from ..ops.registry import Choice
+from ..records import page_bytes
+from ..sharding import cache_sharding
+from ..stores import AsyncStore
+from ..tiers import HostCache, init_host_cache
+from ..tiers.storage_driver import StorageDriver
+from .core import Core, Limits, shapes_of
+from .device import MAX_TOP, DeviceExecutor, Renew
+
+__all__ = ["build", "load"]
+
+MIN_CHUNK = 512  # tokens of a step that computes prompts, if there are not more slots
+_SPARE = 0.1  # of what weights leave of a device: for what a step computes with
+
+
+def build(
+    params: Params,
+    layout: CacheLayout,
+    memory: int | CacheSize,
+    *,
+    max_requests: int = 64,
+    max_context: int | None = None,
+    host: int | HostSize = 0,
+    stores: tuple[AsyncStore, AsyncStore] | None = None,
+    policy: CachePolicy | None = CachePolicy(),
+    weights_id: Any = None,
+    events: Sequence[EventLog] = (),
+    mesh: Mesh | None = None,
+    pool: bool = False,
+    exchanges: Sequence[Exchange] = (),
+    chunk_tokens: int | None = None,
+    decode_steps: int = 1,
+    drafts: int = 0,
+    ahead: bool = True,
+    limits: Limits = Limits(),
+    seed: int = 0,
+    top: int = MAX_TOP,
+    implementation: Choice = None,
+) -> tuple[Core, DeviceExecutor]:
+    """Makes the two parts of an `Engine`: cache, tiers and managers of the right size, and what runs them.
+
+    Args: as `Engine.of`.
+    """
+    shards = 1 if mesh is None else mesh.shape.get(DATA, 1)
+    if isinstance(memory, CacheSize):
+        size = memory
+    else:
+        size = plan_capacity(
+            layout,
+            hbm_bytes=memory,
+            max_requests=max_requests,
+            max_context=max_context,
+            pool_ranks=mesh.shape[TENSOR] if pool and mesh is not None else 1,
+            **({} if policy is not None else {"num_snapshots": 0}),
+        )
+    if isinstance(host, HostSize):
+        pages = host
+    elif host := check_integer("host", host, error=CapacityError):
+        pages = HostSize(plan_host_capacity(layout, host // shards))
+    else:
+        pages = HostSize(0)
+    if events and len(events) != shards:
+        raise PlanError(f"{len(events)} event logs for {shards} data shards")
+    if stores is not None and not pages.num_pages:
+        raise PlanError("stores: records come from the host tier, of which there is none")
+    placed = None if mesh is None else cache_sharding(layout, mesh, pool_axis=TENSOR if pool else None)
+    managers = [
+        KVCacheManager(
+            layout,
+            size,
+            policy=policy,
+            host=pages if pages.num_pages else None,
+            weights_id=weights_id,
+            events=events[i] if events else None,
+        )
+        for i in range(shards)
+    ]
+
+    def new_cache() -> KVCache:
+        return init_cache(layout, size, sharding=placed)
+
+    def new_host() -> HostCache:
+        leaf = None
+        if placed is not None:
+            leaf = next(placed.arrays[leaf.name] for leaf in layout.leaves if leaf.scope == "block")
+            assert isinstance(leaf, NamedSharding)
+        return init_host_cache(layout, pages.num_pages, sharding=leaf)
+
+    if chunk_tokens is None:
+        chunk_tokens = max(MIN_CHUNK, size.num_slots * (1 + drafts))
+    shapes = shapes_of(managers, chunk_tokens, steps=decode_steps, drafts=drafts)
+    drivers = [StorageDriver(manager, *stores) for manager in managers] if stores is not None else []
+    executor = DeviceExecutor(
+        params,
+        new_cache(),
+        shapes,
+        host=new_host() if pages.num_pages else None,
+        renew=Renew(new_cache, new_host if pages.num_pages else None),
+        exchanges=exchanges,
+        drivers=drivers,
+        top=top,
+        implementation=implementation,
+    )
+    return Core(managers, shapes, limits=limits, storage=drivers, ahead=ahead, seed=seed), executor
+
+
+def load(
+    checkpoint: str | pathlib.Path,
+    *,
+    weights: Any = None,
+    kv_format: str = "fp8",
+    index_format: str = "fp4",
+    block_tokens: int = 128,
+    memory: int | float = 0.9,
+    drafts: int = 0,
+    mesh: Mesh | None = None,
+    weights_id: Any = None,
+    progress: Callable[[int, int], object] | None = None,
+    **options: Any,
+) -> tuple[Core, DeviceExecutor]:
+    """Makes the parts of an `Engine` from a checkpoint's folder.
+
+    Args: as `Engine.load`.
+    """
+    hf = read_hf(pathlib.Path(checkpoint))
+    form = weights if weights is not None else "released" if hf.get("quantization_config") else "float32"
+    layout = CacheLayout(
+        DSV4Config.from_hf(hf),
+        kv_format,
+        index_format,
+        block_tokens=block_tokens,
+        draft_tokens=drafts,
+        include_mtp=drafts > 0,
+    )
+    if isinstance(memory, float) and not 0 < memory <= 1:
+        raise CapacityError(f"memory: a share of the device is above 0 and at most 1, got {shown(memory)}")
+    _, params = load_hf(
+        checkpoint, weights=form, packed=form == "released", mtp=drafts > 0, mesh=mesh, progress=progress
+    )
+    if isinstance(memory, float):
+        held = sum(_own_bytes(leaf) for leaf in jax.tree.leaves(params))
+        memory = int((device_limit() * memory - held) * (1 - _SPARE))
+        if memory < page_bytes(layout):
+            raise CapacityError(f"weights take {held} bytes of the device, nothing of its share is left for a cache")
+    name = str(pathlib.Path(checkpoint).resolve()) if weights_id is None else weights_id
+    return build(params, layout, memory, drafts=drafts, mesh=mesh, weights_id=name, **options)
+
+
+def _own_bytes(array: Any) -> int:
+    """The bytes of an array that the first device holds."""
+    shards = getattr(array, "addressable_shards", None)
+    return shards[0].data.nbytes if shards else array.nbytes
