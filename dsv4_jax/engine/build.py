@@ -34,6 +34,7 @@ from .device import MAX_TOP, DeviceExecutor, Renew
 __all__ = ["build", "load"]
 
 MIN_CHUNK = 512  # tokens of a step that computes prompts, if there are not more slots
+_POLICY, _LIMITS = CachePolicy(), Limits()
 _SPARE = 0.1  # of what weights leave of a device: for what a step computes with
 
 
@@ -46,7 +47,7 @@ def build(
     max_context: int | None = None,
     host: int | HostSize = 0,
     stores: tuple[AsyncStore, AsyncStore] | None = None,
-    policy: CachePolicy | None = CachePolicy(),
+    policy: CachePolicy | None = _POLICY,
     weights_id: Any = None,
     events: Sequence[EventLog] = (),
     mesh: Mesh | None = None,
@@ -56,7 +57,7 @@ def build(
     decode_steps: int = 1,
     drafts: int = 0,
     ahead: bool = True,
-    limits: Limits = Limits(),
+    limits: Limits = _LIMITS,
     seed: int = 0,
     top: int = MAX_TOP,
     implementation: Choice = None,

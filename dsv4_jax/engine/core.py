@@ -225,8 +225,8 @@ class Core:
 
     def abort(self, name: Hashable, finish: str = "abort") -> bool:
         """Ends a request, whatever it does now; its blocks are free at once. Whether there was one."""
-        jobs = self._jobs.get(name)
-        for job in list(jobs or ()):
+        jobs = [*self._jobs.get(name, ())]
+        for job in jobs:
             self._end(job, finish)
         return bool(jobs)
 
