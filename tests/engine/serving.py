@@ -42,7 +42,7 @@ class Server:
         chunk: int = 48,
         host: bool = False,
         caching: bool = True,
-        limits: Limits = Limits(queued=1000),
+        limits: Limits | None = None,
         **options: Any,
     ):
         layout = dsv4.CacheLayout(CFG, "f32", "f32", block_tokens=BLOCK, draft_tokens=drafts)
@@ -52,7 +52,7 @@ class Server:
         shapes = shapes_of(self.managers, chunk, steps=steps, drafts=drafts)
         executor = {name: options.pop(name) for name in ("on_send", "on_get", "guesses") if name in options}
         self.executor = ShadowExecutor(shapes, CFG.vocab_size, **executor)
-        self.core = Core(self.managers, shapes, limits=limits, **options)
+        self.core = Core(self.managers, shapes, limits=limits or Limits(queued=1000), **options)
         self.under_way: collections.deque[Any] = collections.deque()
         self.tokens: dict[tuple[Any, int], list[int]] = collections.defaultdict(list)
         self.finish: dict[tuple[Any, int], str] = {}

@@ -31,11 +31,15 @@ def answer(server: Server, number: int, count: int = 12, index: int = 0) -> list
     return server.expected([number % CFG.vocab_size, 2, 3], count, seed=number, index=index)
 
 
+def joined(outputs) -> list[int]:
+    return [token for output in outputs for token in output.tokens]
+
+
 def test_outputs_come_as_they_are_sampled():
     serving, server = engine(on_get=lambda: time.sleep(0.002))
     with serving:
         outputs = list(serving.add(prompt(5)))
-        assert sum((output.tokens for output in outputs), []) == answer(server, 5)
+        assert joined(outputs) == answer(server, 5)
         assert [output.finish for output in outputs][-1] == "length" and len(outputs) > 1
         handle = serving.add(prompt(6, n=3))
         assert [one.tokens for one in handle.results(10)] == [answer(server, 6, index=i) for i in range(3)]
@@ -115,7 +119,7 @@ def test_a_slow_reader_holds_nobody_up():
         serving.add(prompt(2, 100)).results(10)
         time.sleep(0.01)
         rest = list(slow)
-        assert len(rest) <= 2 and first.tokens + sum((output.tokens for output in rest), []) == answer(server, 1, 60)
+        assert len(rest) <= 2 and first.tokens + joined(rest) == answer(server, 1, 60)
 
 
 def test_refusals_come_at_once():
