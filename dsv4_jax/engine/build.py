@@ -26,7 +26,7 @@ from ..ops.registry import Choice
 from ..records import page_bytes
 from ..sharding import cache_sharding
 from ..stores import AsyncStore
-from ..tiers import HostCache, init_host_cache
+from ..tiers.host_cache import HostCache, init_host_cache
 from ..tiers.storage_driver import StorageDriver
 from .core import Core, Limits, shapes_of
 from .device import MAX_TOP, DeviceExecutor, Renew

@@ -562,7 +562,11 @@ class Core:
             manager = self.managers[shard]
             for row, (job, _, drafts, samples) in enumerate(entries):
                 request = job.request
-                if job.state is not JobState.LIVE or request is None or not samples:
+                if job.state is not JobState.LIVE or request is None:
+                    continue
+                if drawn.experts is not None and job.prompt.routed_experts:
+                    self._tell(job, experts=drawn.experts[shard][row])
+                if not samples:
                     continue
                 job.ahead -= sent.steps
                 ids = drawn.tokens[shard][row]

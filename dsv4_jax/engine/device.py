@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,15 +16,16 @@ from ..checks import check_boolean, check_integer, shown
 from ..errors import EngineError, PlanError, RequestError
 from ..manager import KVCacheManager
 from ..manager.transfers import Transfers
-from ..model import forward
 from ..model.compiled_steps import CompiledSteps, stacked
 from ..model.draft_steps import draft_loop, draft_step
-from ..model.sampling import GREEDY, Sampled, Sampling, SamplingRows, sample
+from ..model.forward import GPU_DECODE_OPTIONS, decode_loop, sample_step
+from ..model.sampling import GREEDY, Sampled, Sampling, SamplingRows, check_mask, token_counts
 from ..model.weights.params import Params, has_mtp
 from ..ops.exchange_buffers import Exchange
 from ..ops.registry import Choice, frozen
 from ..plan import PackedPlan
-from ..tiers import HostCache, run_transfers, stack_transfers
+from ..tiers.host_cache import HostCache
+from ..tiers.transfers import run_transfers, stack_transfers
 from .executor import Drawn, Shapes, Work
 from .prompt import Prompt
 
@@ -83,8 +85,13 @@ class DeviceExecutor:
         self._layout = cache.layout
         if shapes.drafts:
             check_drafts(params, cache, shapes.drafts)
-        rows = self._placement.shards * shapes.mixed.sequences
+        self._begin()
+
+    def _begin(self) -> None:
+        """What the devices keep beside the cache: the last token of each row, and counts for penalties."""
+        rows = self._placement.shards * self.shapes.mixed.sequences
         self._before = jax.device_put(np.zeros(rows, np.int32), self._placement.rows)
+        self._counts: jax.Array | None = None
 
     @property
     def shards(self) -> int:
@@ -105,44 +112,79 @@ class DeviceExecutor:
     def send(self, work: Work) -> _Call:
         self.move(work.transfers)
         shape = self.shapes.decode if work.kind == "decode" else self.shapes.mixed
-        sampling = self._sampling(work, shape.sequences)
-        asked = [row.prompt.logprobs for rows in work.rows for row in rows if row.prompt.logprobs is not None]
+        rows = [row for some in work.rows for row in some]
+        asked = [row.prompt.logprobs for row in rows if row.prompt.logprobs is not None]
+        masks, counts = self._masks(work, shape.sequences), self._counted(work)
         options: dict[str, Any] = dict(
-            logprobs=bool(asked), top=self._top if any(asked) else 0, implementation=self._implementation
+            logprobs=bool(asked),
+            top=self._top if any(asked) else 0,
+            routed_experts=any(row.prompt.routed_experts for row in rows),
+            masked=len(masks) > 0,
+            implementation=self._implementation,
         )
-        plan = stacked(work.plans)
         # Tokens of the call before as negative numbers: one array to send.
         tokens = np.where(work.source >= 0, -1 - work.source, work.tokens).astype(np.int32)
-        xla = forward.GPU_DECODE_OPTIONS if work.kind == "decode" else None
+        arrays = [tokens, self._before, self._sampling(work, shape.sequences)]
         if self.shapes.drafts:
             drafts = np.zeros((len(work.rows), shape.sequences), np.int32)
-            for i, rows in enumerate(work.rows):
-                drafts[i, : len(rows)] = [row.drafts for row in rows]
-            step = self._placement.compiled(_verify, xla, width=self.shapes.drafts, steps=work.steps, **options)
-            arrays = (tokens, drafts.reshape(-1), self._before, *sampling)
+            for i, some in enumerate(work.rows):
+                drafts[i, : len(some)] = [row.drafts for row in some]
+            arrays.append(drafts.reshape(-1))
+            function, more = _verify, dict(width=self.shapes.drafts, steps=work.steps)
         elif work.kind == "decode":
-            step = self._placement.compiled(_decode, xla, steps=work.steps, **options)
-            arrays = (tokens, self._before, *sampling)
+            function, more = _decode, dict(steps=work.steps)
         else:
-            step = self._placement.compiled(_mixed, xla, **options)
-            arrays = (tokens, self._before, *sampling)
-        sampled, kept, self._before, self.cache = step(self.params, self.cache, plan, *arrays)
-        return _Call(sampled, kept, [len(rows) for rows in work.rows], self._exchanges)
+            function, more = _mixed, {}
+        arrays += [*masks, *counts]
+        step = self._placement.compiled(
+            function,
+            GPU_DECODE_OPTIONS if work.kind == "decode" else None,
+            donated=(len(arrays) - 1,) if counts else (),
+            **options,
+            **more,
+        )
+        sampled, kept, self._before, self.cache = step(self.params, self.cache, stacked(work.plans), *arrays)
+        if counts:
+            self._counts = sampled.counts
+        return _Call(sampled, kept, work, self._exchanges)
 
-    def _sampling(self, work: Work, rows: int) -> tuple[Any, ...]:
-        """How each row samples, and the masks of those that have one."""
-        each = [
-            (row.prompt.sampling or GREEDY, row.seed) if row is not None else (GREEDY, 0)
-            for some in work.rows
-            for row in [*some, *[None] * (rows - len(some))]
-        ]
-        packed = SamplingRows.pack([how for how, _ in each], [seed for _, seed in each])
+    def _sampling(self, work: Work, rows: int) -> np.ndarray:
+        """How each row samples: [shards * B, 10]."""
+        each: list[Sampling | None] = []
+        for some in work.rows:
+            each += [(row.sampling or GREEDY) if row.samples else None for row in some]
+            each += [None] * (rows - len(some))
+        return SamplingRows.of(each)
+
+    def _masks(self, work: Work, rows: int) -> list[np.ndarray]:
+        """The masks of all rows, if one of them has any."""
         if not work.masks:
-            return (packed,)
-        masks = np.full((len(each), self._words), 0xFFFFFFFF, np.uint32)
+            return []
+        masks = np.full((len(work.rows) * rows, self._words), 0xFFFFFFFF, np.uint32)
         for row, words in work.masks.items():
             masks[row] = words
-        return packed, masks
+        if not self.shapes.drafts:
+            return [masks]
+        # Behind a draft nothing is masked: a row with a mask has none.
+        every = np.full((len(masks), 1 + self.shapes.drafts, self._words), 0xFFFFFFFF, np.uint32)
+        every[:, 0] = masks
+        return [every]
+
+    def _counted(self, work: Work) -> list[jax.Array]:
+        """How often each token was in each slot's text, for penalties, if a row has any."""
+        if not any(row.sampling is not None and row.sampling.penalised for some in work.rows for row in some):
+            return []
+        vocab = self._layout.cfg.vocab_size
+        if self._counts is None:
+            rows = self.cache.slot_units
+            self._counts = jax.device_put(np.zeros((rows, vocab), np.int32), self._placement.rows)
+        for shard, some in enumerate(work.rows):
+            for row in some:
+                if row.text is not None and row.sampling is not None and row.sampling.penalised:
+                    known = len(row.prompt.tokens)
+                    counts = token_counts(row.text[:known], row.text[known:], vocab)
+                    self._counts = _put_row(self._counts, shard * (self.cache.slot_units // self.shards) + row.slot, counts)
+        return [self._counts]
 
     def move(self, transfers: Sequence[Transfers]) -> None:
         if self.host is None or not any(transfers):
@@ -171,8 +213,7 @@ class DeviceExecutor:
         self.cache = self._renew.cache()
         if self.host is not None and self._renew.host is not None and self.host.pages.is_deleted():
             self.host = self._renew.host()
-        rows = self._placement.shards * self.shapes.mixed.sequences
-        self._before = jax.device_put(np.zeros(rows, np.int32), self._placement.rows)
+        self._begin()
 
     def _drop(self) -> None:
         for array in self.cache.arrays.values():
@@ -234,39 +275,81 @@ def check_drafts(params: Params, cache: KVCache, drafts: int) -> None:
 class _Call:
     """A call that is under way."""
 
-    sampled: Sampled  # [B, steps, 1 or 1 + drafts]
-    kept: jax.Array | None  # [B, steps] int32: how many of each; None: all
-    rows: list[int]  # of each data shard
+    sampled: Sampled  # [shards * B, steps, 1 or 1 + drafts]; experts by token
+    kept: jax.Array | None  # [shards * B, steps] int32: how many of each; None: all
+    work: Work
     exchanges: list[Exchange]
 
     def get(self) -> Drawn:
-        tokens, kept = np.asarray(self.sampled.tokens), None if self.kept is None else np.asarray(self.kept)
+        sampled = self.sampled
+        tokens, kept = np.asarray(sampled.tokens), None if self.kept is None else np.asarray(self.kept)
         for exchange in self.exchanges:
             exchange.check()
-        shards = len(self.rows)
+        shards, each = len(self.work.rows), len(tokens) // len(self.work.rows)
 
         def listed(values: Any) -> list[Any]:
             """By shard and row, one after the other what was kept of each step."""
+            values = np.asarray(values)
             if kept is None:
-                rows = np.asarray(values).reshape(len(tokens), -1, *values.shape[3:]).tolist()
+                rows = values.reshape(len(values), -1, *values.shape[3:]).tolist()
             else:
                 rows = [
                     [x for step, count in zip(row, counts, strict=True) for x in step[:count]]
-                    for row, counts in zip(np.asarray(values).tolist(), kept.tolist(), strict=True)
+                    for row, counts in zip(values.tolist(), kept.tolist(), strict=True)
                 ]
-            each = len(rows) // shards
-            return [rows[i * each : i * each + self.rows[i]] for i in range(shards)]
+            return [rows[i * each : i * each + len(some)] for i, some in enumerate(self.work.rows)]
 
-        logprobs, top = self.sampled.logprobs, None
-        if self.sampled.top_ids is not None:
-            pairs = zip(listed(self.sampled.top_ids), listed(self.sampled.top_logprobs), strict=True)
+        top = None
+        if sampled.top_ids is not None:
+            pairs = zip(listed(sampled.top_ids), listed(sampled.top_logprobs), strict=True)
             top = [[[*zip(i, p, strict=True)] for i, p in zip(ids, probs, strict=True)] for ids, probs in pairs]
-        return Drawn(listed(tokens), None if logprobs is None else listed(logprobs), top)
+        logprobs = None if sampled.logprobs is None else listed(sampled.logprobs)
+        experts = None if sampled.experts is None else self._experts(np.asarray(sampled.experts), kept, shards)
+        return Drawn(listed(tokens), logprobs, top, experts)
+
+    def _experts(self, experts: np.ndarray, kept: np.ndarray | None, shards: int) -> list[list[np.ndarray]]:
+        """Of each row [layers, tokens, k], of the tokens that it keeps.
+
+        Args:
+            experts: [shards * T, layers, k] of one step, [shards * T, steps, layers, k] of a loop.
+        """
+        work, out = self.work, list[list[np.ndarray]]()
+        experts = experts.reshape(shards, -1, *experts.shape[1:])
+        for shard, (plan, rows) in enumerate(zip(work.plans, work.rows, strict=True)):
+            out.append([])
+            for i, row in enumerate(rows):
+                first = int(plan.seq_first[i])
+                mine = experts[shard, first : first + row.count + row.drafts]  # [n, (steps,) layers, k]
+                if kept is not None:
+                    counts = kept[shard * len(kept) // shards + i]
+                    if mine.ndim == 4:
+                        mine = np.concatenate([mine[: counts[s], s] for s in range(mine.shape[1])])
+                    elif row.drafts:
+                        mine = mine[: counts[0]]
+                elif mine.ndim == 4:
+                    mine = mine[0]
+                out[-1].append(mine.swapaxes(0, 1))
+        return out
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put_row(counts: jax.Array, row: int, values: np.ndarray) -> jax.Array:
+    return counts.at[row].set(values)
 
 
 def _fed(tokens: jax.Array, before: jax.Array) -> jax.Array:
     """Ids of [T] int32 tokens, of which those below 0 are of a row of the call before: -1 - row."""
     return jnp.where(tokens < 0, before[jnp.maximum(-1 - tokens, 0)], tokens)
+
+
+def _how(packed: jax.Array, rest: Sequence[jax.Array], masked: bool, asked: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `sample_step` and those like it."""
+    return dict(
+        sampling=packed,
+        masks=rest[0] if masked else None,
+        counts=rest[masked] if len(rest) > masked else None,
+        **asked,
+    )
 
 
 def _mixed(
@@ -276,18 +359,14 @@ def _mixed(
     tokens: jax.Array,
     before: jax.Array,
     packed: jax.Array,
-    mask: jax.Array | None = None,
-    *,
-    logprobs: bool,
-    top: int,
-    implementation: Choice,
+    *rest: jax.Array,
+    masked: bool,
+    **asked: Any,
 ) -> tuple[Sampled, None, jax.Array, KVCache]:
     """One step, and each row's next token."""
-    step, rows = plan.unpack(), SamplingRows.unpack(packed, mask)
-    logits, cache = forward.prefill(params, cache, step, _fed(tokens, before), implementation=implementation)
-    last = jnp.maximum(step.seq_start + step.seq_count - np.int32(1), 0)
-    sampled = sample(logits, rows, last, logprobs=logprobs, top=top)
-    return jax.tree.map(lambda x: x[:, None, None], sampled), None, sampled.tokens, cache
+    how = _how(packed, rest, masked, asked)
+    sampled, cache = sample_step(params, cache, plan, _fed(tokens, before), **how)
+    return _shaped(sampled, lambda x: x[:, None, None]), None, sampled.tokens, cache
 
 
 def _decode(
@@ -297,26 +376,17 @@ def _decode(
     tokens: jax.Array,
     before: jax.Array,
     packed: jax.Array,
-    mask: jax.Array | None = None,
-    *,
+    *rest: jax.Array,
     steps: int,
-    logprobs: bool,
-    top: int,
-    implementation: Choice,
+    masked: bool,
+    **asked: Any,
 ) -> tuple[Sampled, None, jax.Array, KVCache]:
     """K decode steps."""
-    sampled, cache = forward.decode_loop(
-        params,
-        cache,
-        plan,
-        _fed(tokens, before),
-        steps,
-        sampling=SamplingRows.unpack(packed, mask),
-        logprobs=logprobs,
-        top=top,
-        implementation=implementation,
-    )
-    return jax.tree.map(lambda x: x.swapaxes(0, 1)[:, :, None], sampled), None, sampled.tokens[-1], cache
+    how = _how(packed, rest, masked, asked)
+    sampled, cache = decode_loop(params, cache, plan, _fed(tokens, before), steps, **how)
+    last = sampled.tokens[-1]
+    sampled = sampled._replace(experts=_first(sampled.experts))
+    return _shaped(sampled, lambda x: x.swapaxes(0, 1)[:, :, None]), None, last, cache
 
 
 def _verify(
@@ -324,28 +394,35 @@ def _verify(
     cache: KVCache,
     plan: PackedPlan,
     tokens: jax.Array,
-    drafts: jax.Array,
     before: jax.Array,
     packed: jax.Array,
-    mask: jax.Array | None = None,
-    *,
+    drafts: jax.Array,
+    *rest: jax.Array,
     width: int,
     steps: int,
-    logprobs: bool,
-    top: int,
-    implementation: Choice,
+    masked: bool,
+    **asked: Any,
 ) -> tuple[Sampled, jax.Array, jax.Array, KVCache]:
     """A step with drafts, or K of them: [B, K, 1 + width] tokens, of which [B, K] are kept."""
-    how: dict[str, Any] = dict(
-        sampling=SamplingRows.unpack(packed, mask), logprobs=logprobs, top=top, implementation=implementation
-    )
-    tokens = _fed(tokens, before)
+    how, tokens = _how(packed, rest, masked, asked), _fed(tokens, before)
     if steps > 1:
         step = plan.unpack()
         sampled, kept, cache = draft_loop(params, cache, step, tokens[step.seq_first], drafts, width, steps, **how)
-        sampled, kept = jax.tree.map(lambda x: x.swapaxes(0, 1), (sampled, kept))
+        sampled = sampled._replace(experts=_first(sampled.experts))
+        sampled, kept = _shaped(sampled, lambda x: x.swapaxes(0, 1)), kept.swapaxes(0, 1)
     else:
         sampled, kept, cache = draft_step(params, cache, plan, tokens, drafts, width, **how)
-        sampled, kept = jax.tree.map(lambda x: x[:, None], (sampled, kept))
-    last = jnp.take_along_axis(sampled.tokens[:, -1], jnp.maximum(kept[:, -1:] - 1, 0), 1)[:, 0]
+        sampled, kept = _shaped(sampled, lambda x: x[:, None]), kept[:, None]
+    last = jnp.take_along_axis(sampled.tokens[:, -1], jnp.maximum(kept[:, -1:] - np.int32(1), 0), 1)[:, 0]
     return sampled, kept, last, cache
+
+
+def _first(experts: jax.Array | None) -> jax.Array | None:
+    """Of a loop, with the tokens first."""
+    return None if experts is None else experts.swapaxes(0, 1)
+
+
+def _shaped(sampled: Sampled, shape: Callable[[jax.Array], jax.Array]) -> Sampled:
+    """All that is of rows in another shape; experts are of tokens, counts of slots."""
+    beside = sampled._replace(experts=None, counts=None)
+    return jax.tree.map(shape, beside)._replace(experts=sampled.experts, counts=sampled.counts)

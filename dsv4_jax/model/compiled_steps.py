@@ -33,15 +33,23 @@ class CompiledSteps:
             self.shards = self._mesh.shape.get(DATA, 1)
             self.rows = NamedSharding(self._mesh, PartitionSpec(_data_axis(self._mesh)))
 
-    def compiled(self, step: Callable[..., Any], xla: Mapping[str, Any] | None = None, **options: Any) -> Any:
+    def compiled(
+        self,
+        step: Callable[..., Any],
+        xla: Mapping[str, Any] | None = None,
+        *,
+        donated: tuple[int, ...] = (),
+        **options: Any,
+    ) -> Any:
         """Returns `step` for here, jitted, the cache donated: the same one for the same options.
 
         Args:
             step: as of `shard_step`.
             xla: compiler options.
+            donated: as of `shard_step`.
             options: of the step, hashable.
         """
-        return _compiled(step, self._mesh, self._peers, tuple((xla or {}).items()), **options)
+        return _compiled(step, self._mesh, self._peers, tuple((xla or {}).items()), donated, **options)
 
 
 def stacked(plans: Sequence[StepPlan]) -> PackedPlan:
@@ -55,12 +63,14 @@ def _compiled(
     mesh: Mesh | None,
     peers: tuple[Peers, ...],
     xla: tuple[tuple[str, Any], ...],
+    donated: tuple[int, ...],
     **options: Any,
 ) -> Any:
     if mesh is None:
         whole = functools.partial(step, **options)
-        return jax.jit(whole, donate_argnums=1, compiler_options=dict(xla))
-    sharded = shard_step(step, mesh, data_axis=_data_axis(mesh), compiler_options=dict(xla), peers=peers, **options)
+        return jax.jit(whole, donate_argnums=(1, *(3 + i for i in donated)), compiler_options=dict(xla))
+    how: dict[str, Any] = dict(data_axis=_data_axis(mesh), compiler_options=dict(xla), peers=peers, donated=donated)
+    sharded = shard_step(step, mesh, **how, **options)
     if AxisType.Explicit not in mesh.axis_types:
         return sharded
 

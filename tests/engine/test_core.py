@@ -98,7 +98,8 @@ def test_equal_calls_give_equal_plans():
     for server in (first, second):
         for i in range(8):
             server.add(TEXT[: 9 + 7 * i], 9 + i)
-    assert plans(first) == plans(second) and len(plans(second)) == 0
+    one, other = plans(first), plans(second)
+    assert one == other and len(one) > 10
 
 
 def test_a_step_is_planned_while_the_one_before_it_runs():
