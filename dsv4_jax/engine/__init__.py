@@ -11,8 +11,10 @@ from __future__ import annotations
 from .core import Core, Limits, shapes_of
 from .engine import Engine, EngineStats
 from .executor import Drawn, Executor, Pending, Row, Shapes, Work
+from .generate import StepOutput, generate
 from .handle import Handle
 from .job import Job
+from .loop import Turn, drive
 from .prompt import Completion, Output, Prompt
 from .shadow import Recorded, ShadowExecutor
 
@@ -33,6 +35,10 @@ __all__ = [
     "Row",
     "ShadowExecutor",
     "Shapes",
+    "StepOutput",
+    "Turn",
     "Work",
+    "drive",
+    "generate",
     "shapes_of",
 ]

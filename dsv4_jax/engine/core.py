@@ -223,6 +223,20 @@ class Core:
         else:
             heapq.heappush(self._queue.setdefault(job.tenant, []), (job.rank, job.order, job))
 
+    def warm_up(self) -> Iterator[Work]:
+        """Works of nothing, one of each executable that plain requests need: to be run before the first one comes.
+
+        (Log-probabilities, masks, penalties and routed experts are executables of their own, compiled when first asked
+        for.) Raises `EngineError` if calls are under way.
+        """
+        if self._sent:
+            raise EngineError(f"{len(self._sent)} calls of the device are under way")
+        nothing: list[list[tuple[Job, int]]] = [[] for _ in self.managers]
+        kinds = [(False, 1), (True, 1)] + ([(True, self.shapes.steps)] if self.shapes.steps > 1 else [])
+        for decoding, steps in kinds:
+            yield self._work(nothing, nothing, decoding, steps)
+            self._sent.clear()
+
     def abort(self, name: Hashable, finish: str = "abort") -> bool:
         """Ends a request, whatever it does now; its blocks are free at once. Whether there was one."""
         jobs = [*self._jobs.get(name, ())]
@@ -459,7 +473,6 @@ class Core:
     def _planned(self, each: list[list[tuple[Job, int]]]) -> Work:
         """The call of these tokens: a loop if all decode and nobody waits, else one step."""
         decoding = all(count == 1 for pairs in each for _, count in pairs) and self._tabled(each)
-        shape = self.shapes.decode if decoding else self.shapes.mixed
         steps = self.shapes.steps if decoding and self._loops(each) else 1
         drafts = [[self._drafts(job) if count == 1 else 0 for job, count in pairs] for pairs in each]
         if self.shapes.drafts:
@@ -467,6 +480,14 @@ class Core:
                 wanted = [(job, count + more) for (job, count), more in zip(pairs, drafts[shard], strict=True)]
                 if any(drafts[shard]) and self._lacks(shard, wanted, steps):
                     drafts[shard], steps = [0] * len(pairs), 1
+        self.counts["calls"] += 1
+        self.counts["steps"] += steps
+        self.counts["computed_tokens"] += sum(count for pairs in each for _, count in pairs) * steps
+        return self._work(each, drafts, decoding, steps)
+
+    def _work(self, each: list[list[tuple[Job, int]]], drafts: Any, decoding: bool, steps: int) -> Work:
+        """The call of these tokens, and of so many drafts of each, planned."""
+        shape = self.shapes.decode if decoding else self.shapes.mixed
         plans, transfers, rows, sent = [], [], list[list[Row]](), list[list[tuple[Job, int, int, bool]]]()
         tokens = np.zeros((len(each), shape.tokens), np.int32)
         source = np.full((len(each), shape.tokens), -1, np.int32)
@@ -481,9 +502,12 @@ class Core:
                 start = request.num_cached
                 if job.ahead:
                     source[shard, at] = job.row
+                prefills = not (job.out or job.ahead)
                 samples = start + count >= len(request.tokens)
                 text = request.tokens if job.fresh and samples else None
-                rows[shard].append(Row(job.prompt, job.sampling, job.seed, request.slot, count, samples, more, text))
+                rows[shard].append(
+                    Row(job.prompt, job.sampling, job.seed, request.slot, count, prefills, samples, more, text)
+                )
                 job.fresh = job.fresh and not samples
                 sent[shard].append((job, count, more, samples))
                 at += count + more
@@ -501,9 +525,6 @@ class Core:
                 if samples and job.prompt.mask is not None:
                     self._mask(job, shard * shape.sequences + row, masks)
         self._sent.append(_Sent(sent, steps))
-        self.counts["calls"] += 1
-        self.counts["steps"] += steps
-        self.counts["computed_tokens"] += sum(count for pairs in each for _, count in pairs) * steps
         kind = "decode" if decoding else "mixed"
         return Work(kind, plans, transfers, steps, tokens.reshape(-1), source.reshape(-1), rows, masks)
 

@@ -19,7 +19,7 @@ from ..manager.transfers import Transfers
 from ..model.compiled_steps import CompiledSteps, stacked
 from ..model.draft_steps import draft_loop, draft_step
 from ..model.forward import GPU_DECODE_OPTIONS, decode_loop, sample_step
-from ..model.sampling import GREEDY, Sampled, Sampling, SamplingRows, check_mask, token_counts
+from ..model.sampling import GREEDY, Sampled, Sampling, SamplingRows, token_counts
 from ..model.weights.params import Params, has_mtp
 from ..ops.exchange_buffers import Exchange
 from ..ops.registry import Choice, frozen
@@ -183,7 +183,9 @@ class DeviceExecutor:
                 if row.text is not None and row.sampling is not None and row.sampling.penalised:
                     known = len(row.prompt.tokens)
                     counts = token_counts(row.text[:known], row.text[known:], vocab)
-                    self._counts = _put_row(self._counts, shard * (self.cache.slot_units // self.shards) + row.slot, counts)
+                    self._counts = _put_row(
+                        self._counts, shard * (self.cache.slot_units // self.shards) + row.slot, counts
+                    )
         return [self._counts]
 
     def move(self, transfers: Sequence[Transfers]) -> None:

@@ -245,6 +245,10 @@ class Engine:
         """The managers, for what they tell any thread (`stats`, `digests`, ...)."""
         return tuple(self._core.managers)
 
+    def warm_up(self) -> None:
+        """Compiles what plain requests need (see `Core.warm_up`), so that the first one does not wait for it."""
+        self._call(self._warm_up)
+
     def pause(self) -> None:
         """Returns when no call of the device is under way; plans none until `resume`. Requests keep what they have."""
         self._call(self._pause)
@@ -503,6 +507,11 @@ class Engine:
                 self._tell(self._core.take(self._wait(), self._clock()))
         except Exception as error:
             self._fail(error)
+
+    def _warm_up(self) -> None:
+        self._settle()
+        for work in self._core.warm_up():
+            self._executor.send(work).get()
 
     def _pause(self) -> None:
         self._settle()

@@ -25,6 +25,7 @@ class Row(NamedTuple):
         seed: of its random numbers.
         slot: of its request, the same as long as it is live.
         count: its tokens in the step that are known, or fed from the call before.
+        prefills: whether it has sampled nothing before: its tokens are of the prompt.
         samples: whether it samples: its last known token is the last of its text.
         drafts: tokens beyond `count` that the step may guess.
         text: ids of its whole text, if it samples for the first time since it has this slot; else None.
@@ -35,6 +36,7 @@ class Row(NamedTuple):
     seed: int
     slot: int
     count: int
+    prefills: bool
     samples: bool
     drafts: int = 0
     text: Sequence[int] | None = None

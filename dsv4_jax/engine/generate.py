@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import collections
+import contextlib
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..cache import KVCache
 from ..checks import check_integer, shown
@@ -17,8 +17,8 @@ from ..ops.exchange_buffers import Exchange
 from ..ops.registry import Choice
 from .core import Core, Limits, shapes_of
 from .device import DeviceExecutor
-from .executor import Work
-from .prompt import Output, Prompt, stop_ids
+from .loop import Turn, drive
+from .prompt import Prompt, stop_ids
 
 __all__ = ["StepOutput", "generate"]
 
@@ -134,18 +134,9 @@ def generate(
     for one in asked:
         core.add(one, 0.0)
     drawn: list[list[int]] = [[] for _ in asked]
-    under_way: collections.deque[tuple[Work, Any]] = collections.deque()
     try:
-        while not core.idle:
-            if (work := core.plan(0.0)) is not None:
-                under_way.append((work, executor.send(work)))
-            elif not under_way:
-                raise core.problem or PlanError("nothing can be planned")
-            if work is not None and len(under_way) < core.depth:
-                continue
-            before, call = under_way.popleft()
-            fed = _fed(before, drawn)
-            step = _brought(core.take(call.get(), 0.0), drawn, fed)
+        for turn in drive(core, executor):
+            step = _brought(turn, drawn)
             if on_step is not None:
                 for index in on_step(step) or ():
                     core.abort(int(index))
@@ -155,31 +146,23 @@ def generate(
     return drawn, executor.cache
 
 
-def _fed(work: Work, drawn: list[list[int]]) -> int:
-    """Tokens of prompts in a call: of requests that have not sampled anything."""
-    return sum(row.count for rows in work.rows for row in rows if not drawn[row.prompt.id])  # type: ignore[call-overload]
-
-
-def _brought(outputs: Iterable[Output], drawn: list[list[int]], fed: int) -> StepOutput:
+def _brought(turn: Turn, drawn: list[list[int]]) -> StepOutput:
     """Takes up what a call has brought. Raises the error that a request has ended in."""
     tokens, ended = dict[int, list[int]](), list[int]()
-    for output in outputs:
+    for output in turn.outputs:
         index = output.id
         assert isinstance(index, int)
         if output.error is not None:
             raise output.error
-        if output.finish in (None, "stop", "length"):
-            tokens.setdefault(index, []).extend(output.tokens)
-            drawn[index] += output.tokens
+        tokens.setdefault(index, []).extend(output.tokens)
+        drawn[index] += output.tokens
         if output.finish is not None:
             ended.append(index)
-    return StepOutput(fed, tokens, tuple(sorted(ended)))
+    return StepOutput(turn.fed, tokens, tuple(sorted(ended)))
 
 
 def _leave(core: Core) -> None:
     """Ends all that has not, in managers that can still do that."""
-    try:
+    with contextlib.suppress(ManagerInterruptedError):  # what broke off a call of a manager is on its way
         for job in list(core.jobs):
             core.abort(job.id)
-    except ManagerInterruptedError:  # what broke off a call of a manager is on its way
-        pass

@@ -4,13 +4,13 @@ It is meant to be read: `attention.py` shows how model code uses the cache, `for
 jitted step does, `draft_steps.py` how the MTP layer drafts and a step verifies.
 """
 
+import importlib
 from typing import Any
 
 from ..former_names import former_name
 from .attention import index_qat_default
 from .draft_steps import draft_loop, draft_step
 from .forward import GPU_DECODE_OPTIONS, decode_loop, decode_step, forward, prefill
-from .generate import generate
 from .sampling import Sampling
 from .uncached import forward_uncached
 from .weights.initialisation import init_params
@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 _FORMER = {  # names that were here, for one release: where they are now
-    "Drawn": "generate.StepOutput",
+    "Drawn": "dsv4_jax.engine.generate.StepOutput",
     "Quantised": "weights.quantised.Quantised",
     "mtp_forward": "mtp.mtp_forward",
     "mtp_uncached": "uncached.mtp_uncached",
@@ -57,4 +57,6 @@ _FORMER = {  # names that were here, for one release: where they are now
 
 
 def __getattr__(name: str) -> Any:
+    if name == "generate":  # which is a loop of the engine's, above this room, and has been a name of it
+        return importlib.import_module("dsv4_jax.engine.generate").generate
     return former_name(__name__, _FORMER, name)
