@@ -113,7 +113,8 @@ def shard_step(
     *,
     data_axis: str | None = "data",
     param_specs: Any = None,
-    out_axis: int = 0,
+    out_axis: Any = 0,
+    donated: Sequence[int] = (),
     compiler_options: Mapping[str, Any] | None = None,
     peers: Sequence[Peers] = (),
     **options: Any,
@@ -128,7 +129,10 @@ def shard_step(
             if there is none: one shard.
         param_specs: `PartitionSpec`s of the parameters (a prefix of their tree); default: those of
             `model.shard_params` as they are, others replicated.
-        out_axis: of the results, the one that data shards split: 1 of the tokens that `model.decode_loop` samples.
+        out_axis: of the results, the one that data shards split: 1 of the tokens that `model.decode_loop` samples. Or a
+            tuple of these, one for each result: of a pytree one for all of it, or a prefix of it. Loops with counts of
+            penalties have `(Sampled(1, 1, 1, 1, 1, counts=0),)`.
+        donated: which of the arrays are donated as the cache is, counted from 0, the tokens: such as counts.
         compiler_options: of `jax.jit`, such as `model.GPU_DECODE_OPTIONS`.
         peers: `ops.Exchange.peers` of the mesh's axes, for exchanges in the project's own CUDA; without them
             XLA's collectives serve.
@@ -143,9 +147,12 @@ def shard_step(
             blocks, are split over a mesh of other sizes.
     """
     _require_axes(mesh, data_axis)
-    out_axis = check_integer("out_axis", out_axis, error=LayoutError)
     split = PartitionSpec(data_axis)
-    results = PartitionSpec(*[None] * out_axis, data_axis)
+
+    def of_results(axis: Any) -> PartitionSpec:
+        return PartitionSpec(*[None] * check_integer("out_axis", axis, error=LayoutError), data_axis)
+
+    results = jax.tree.map(of_results, out_axis) if isinstance(out_axis, tuple) else of_results(out_axis)
     explicit = AxisType.Explicit in mesh.axis_types
 
     def local(params: Any, cache: KVCache, plan: PackedPlan, *arrays: jax.Array) -> tuple[tuple[Any, ...], KVCache]:
@@ -175,7 +182,7 @@ def shard_step(
         made, cache = sharded(params, cache, plan, *arrays)
         return (*made, cache)
 
-    return jax.jit(placed, donate_argnums=1, compiler_options=dict(compiler_options or {}))
+    return jax.jit(placed, donate_argnums=(1, *(3 + i for i in donated)), compiler_options=dict(compiler_options or {}))
 
 
 @runtime_checkable

@@ -28,7 +28,7 @@ LAYERS = (
     ("cache",),
     ("tiers", "sharding"),
     ("transports",),
-    ("model.weights", "model.sampling"),
+    ("model.weights",),
     ("model",),
     ("testing", "bench", "weights"),
     ("cli", "__init__", "__main__"),
@@ -53,7 +53,7 @@ NARROW = {
     "tiers": {"cache", "ffi", "layout", "manager", "ops", "plan", "record_format", "records", "stores", "untrusted"},
     "transports": {"untrusted"},
     "formats": set(),
-    "model.weights": {"config", "formats", "hf_config", "model.sampling", "ops", "output", "untrusted"},
+    "model.weights": {"config", "formats", "hf_config", "ops", "output", "untrusted"},
 }
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 

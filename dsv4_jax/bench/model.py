@@ -26,12 +26,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ..cache import KVCache
 from ..config import DSV4Config
 from ..layout import CacheLayout, CacheSize
-from ..model.attention import attention
 from ..model.draft_steps import draft_loop, draft_step
-from ..model.forward import GPU_DECODE_OPTIONS, decode_step, embed, prefill
-from ..model.hyper_connections import Residual, read
-from ..model.moe import moe, route
-from ..model.numerics import activations
+from ..model.forward import GPU_DECODE_OPTIONS, decode_step, layers, prefill
 from ..model.weights.params import RELEASED, Params, is_leaf, param_specs
 from ..model.weights.placement import device_bytes
 from ..model.weights.quantised import FP4, Quantised
@@ -39,7 +35,6 @@ from ..model.weights.split import ALONE, DATA, Split, in_blocks, parts_of
 from ..ops import Exchange
 from ..ops.exchange import Peers
 from ..ops.exchange_buffers import open_exchanges
-from ..ops.hyper_connection import Written
 from ..ops.registry import Choice
 from ..plan import PackedPlan
 from ..sharding import cache_sharding, shard_step
@@ -143,9 +138,9 @@ def _measured(
         how: dict[str, Any] = dict(implementation=options.implementation)
         if options.loop > 1:
             drawn, _, cache = draft_loop(params, cache, plan, tokens, wanted, width, options.loop, **how)
-            return drawn[-1, :, 0], cache
+            return drawn.tokens[-1, :, 0], cache
         drawn, _, cache = draft_step(params, cache, plan, tokens, wanted, width, **how)
-        return drawn[:, 0], cache
+        return drawn.tokens[:, 0], cache
 
     def call(params: Params, cache: KVCache, plan: PackedPlan, tokens: jax.Array) -> tuple[jax.Array, KVCache]:
         if options.loop == 1 or options.drafts:
@@ -247,17 +242,10 @@ def chosen_experts(
     params: Params, cache: KVCache, plan: PackedPlan, tokens: jax.Array, *, implementation: Choice = None
 ) -> tuple[jax.Array, KVCache]:
     """Returns which experts each layer of a step reads, [layers, experts] bool, and the cache after the step."""
-    step = cache.begin(plan, implementation)
-    cfg, dtype = step.layout.cfg, activations(params)
-    residual, chosen = embed(params, tokens, cfg), []
-    for i, p in enumerate(params["layers"]):
-        x, streams, *back = read(p, "hc_attn", residual, cfg, dtype, implementation)
-        y, handle = attention(p["attn"], step.layer(i), x)
-        step, residual = handle.step, Residual(streams, Written((y,), *back))
-        x, streams, *back = read(p, "hc_ffn", residual, cfg, dtype, implementation)
-        chosen.append((route(p["ffn"], x, tokens, cfg) > 0).any(0))
-        residual = Residual(streams, Written(moe(p["ffn"], x, tokens, cfg), *back))
-    return jnp.stack(chosen), step.finish()
+    _, step, experts = layers(params, cache.begin(plan, implementation), tokens, None, routed_experts=True)
+    assert experts is not None
+    every = np.arange(cache.layout.cfg.n_routed_experts, dtype=np.int16)[None, None, None]
+    return (experts[..., None] == every).any((0, 2)), step.finish()
 
 
 def model_floors(

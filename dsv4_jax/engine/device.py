@@ -178,6 +178,7 @@ class DeviceExecutor:
         if self._counts is None:
             rows = self.cache.slot_units
             self._counts = jax.device_put(np.zeros((rows, vocab), np.int32), self._placement.rows)
+        slots = self.cache.slot_units // self.shards
         for shard, some in enumerate(work.rows):
             for row in some:
                 if row.text is not None and row.sampling is not None and row.sampling.penalised:

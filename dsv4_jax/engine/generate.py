@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
@@ -82,7 +83,7 @@ def generate(
         max_new_tokens: to sample for each prompt.
         stop_tokens: a request ends before the first of these it samples.
         sampling: how to sample, for all.
-        seed: of the random numbers, unless `sampling` is greedy or has one.
+        seed: of the random numbers, unless `sampling` is greedy or has one: each prompt gets one of its own from it.
         chunk_tokens: most tokens of a step, all requests of a data shard together.
         decode_steps: K of `decode_loop` or `draft_loop`. Requests take the blocks of up to K * (1 + drafts) - 1 tokens
             more than they keep; where the context limit forbids that, single steps run.
@@ -119,6 +120,8 @@ def generate(
         raise PlanError("generate moves nothing between tiers: its manager must have no host tier (see Engine)")
     executor = DeviceExecutor(params, cache, shapes, exchanges=exchanges, implementation=implementation)
     executor.check_managers(managers)
+    if sampling.seed is not None:  # of all of them: each draws from a seed of its own
+        seed, sampling = sampling.seed, dataclasses.replace(sampling, seed=None)
     core = Core(managers, shapes, seed=seed, limits=Limits(queued=max(len(prompts), 1)))
     asked = []
     for i, prompt in enumerate(prompts):

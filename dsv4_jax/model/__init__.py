@@ -10,8 +10,8 @@ from typing import Any
 from ..former_names import former_name
 from .attention import index_qat_default
 from .draft_steps import draft_loop, draft_step
-from .forward import GPU_DECODE_OPTIONS, decode_loop, decode_step, forward, prefill
-from .sampling import Sampling
+from .forward import GPU_DECODE_OPTIONS, decode_loop, decode_step, forward, prefill, sample_step
+from .sampling import Sampled, Sampling, SamplingRows
 from .uncached import forward_uncached
 from .weights.initialisation import init_params
 from .weights.loading import load_hf
@@ -25,7 +25,9 @@ from .weights.stacking import stack_projections
 __all__ = [
     "GPU_DECODE_OPTIONS",
     "Params",
+    "Sampled",
     "Sampling",
+    "SamplingRows",
     "Split",
     "decode_loop",
     "decode_step",
@@ -41,6 +43,7 @@ __all__ = [
     "pack_layers",
     "param_specs",
     "prefill",
+    "sample_step",
     "save_hf",
     "shard_params",
     "stack_projections",

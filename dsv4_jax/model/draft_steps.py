@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +16,11 @@ from ..errors import ShapeError
 from ..ops.registry import Choice
 from ..plan import PackedPlan, StepPlan
 from .ahead import moved
-from .forward import check_tokens, layers
+from .forward import check_masks, check_tokens, layers
 from .head import head
 from .mtp import check_mtp, flat, follow, guess, mtp_layer
-from .sampling import GREEDY, Sampling, distribution, sampling_keys
-from .speculative import accept
+from .sampling import Sampled, counted, sample
+from .speculative import accept, with_guesses
 from .weights.names import MTP
 from .weights.params import Params
 
@@ -33,19 +35,24 @@ def draft_step(
     drafts: jax.Array,
     width: int,
     *,
-    sampling: Sampling = GREEDY,
-    keys: jax.Array | None = None,
+    sampling: jax.Array | None = None,
+    masks: jax.Array | None = None,
+    counts: jax.Array | None = None,
+    logprobs: bool = False,
+    top: int = 0,
+    routed_experts: bool = False,
     index_qat: bool | None = None,
     implementation: Choice = None,
-) -> tuple[jax.Array, jax.Array, KVCache]:
+) -> tuple[Sampled, jax.Array, KVCache]:
     """Runs a step that drafts, verifies and samples: decodes with drafts and prompt chunks, mixed as the plan says.
 
     For a sequence with d drafts the MTP layer runs d times, first on the residual that the cache has of its last token
     and then on its own, to guess what follows the one token it is given. The backbone takes that token and the drafts
-    in one pass, and `speculative.accept` keeps as many as it would have sampled itself, and samples the next one. Then
-    the MTP layer takes the true residuals of all tokens. Everything a draft needs is in the cache: nothing but what was
-    sampled passes from step to step, and a sequence may come to this step from any other that ran the MTP layer
-    (`mtp_forward`, or this one).
+    in one pass, and `speculative.accept` keeps as many as it samples there itself, and the one it samples next. So what
+    is sampled is what is sampled without drafts, greedy or not, up to float32 rounding. Then the MTP layer takes the
+    true residuals of all tokens. Everything a draft needs is in the cache: nothing but what was sampled passes from
+    step to step, and a sequence may come to this step from any other that ran the MTP layer (`mtp_forward`, or this
+    one).
 
     Args:
         params: with the MTP layer.
@@ -54,23 +61,25 @@ def draft_step(
         tokens: [T] int32; anything where drafts go.
         drafts: [B] int32, d of each sequence, 0 to `width`; 0: its tokens are known, such as a chunk of a prompt.
         width: static.
-        sampling: how to sample, static. The drafts are sampled in the same way, from the MTP layer's logits.
-        keys: [B] random keys, one per sequence; not needed when greedy.
+        masks: [B, width + 1, ceil(vocab / 32)] uint32: of what follows the known token and each draft. What stands
+            behind a draft that the mask before it does not allow is never read.
+        sampling, counts, logprobs, top, routed_experts: as of `sample_step`.
 
     Returns:
-        (sampled [B, width + 1] int32, kept [B] int32, the cache). The first kept[b] of sampled[b] follow the one known
-        token: drafts that were accepted, and one token more, which no step has fed yet. The cache holds all tokens of
-        the plan, of which the manager must keep kept[b] if the sequence had drafts (`KVCacheManager.accept`).
-        What was sampled for a chunk that does not end its prompt means nothing.
+        (`Sampled`: tokens [B, width + 1] int32, further fields like it, but experts [T, layers, k]; kept [B] int32; the
+        cache). The first kept[b] of tokens[b] follow the one known token: drafts that were right, and one token more,
+        which no step has fed yet; what stands behind them means nothing. The cache holds all tokens of the plan, of
+        which the manager must keep kept[b] if the sequence had drafts (`KVCacheManager.accept`). What was sampled for a
+        chunk that does not end its prompt means nothing.
 
-    Raises:
+    Raises as `sample_step`, and:
         ShapeError: as `mtp_forward`; or the cache has no room for so many drafts.
-        RequestError: not greedy, and `keys` is missing.
     """
     plan, cache = _begun(params, cache, plan, width, implementation)
     check_tokens(tokens, plan.num_tokens)
-    how = _How(params, drafts, width, sampling, keys, index_qat, implementation)
-    return how.step(cache, plan, tokens)
+    asked = dict(logprobs=logprobs, top=top)
+    how = _How(params, drafts, width, sampling, masks, asked, routed_experts, index_qat, implementation)
+    return how.step(cache, plan, tokens, counts)
 
 
 def draft_loop(
@@ -82,11 +91,15 @@ def draft_loop(
     width: int,
     num_steps: int,
     *,
-    sampling: Sampling = GREEDY,
-    keys: jax.Array | None = None,
+    sampling: jax.Array | None = None,
+    masks: jax.Array | None = None,
+    counts: jax.Array | None = None,
+    logprobs: bool = False,
+    top: int = 0,
+    routed_experts: bool = False,
     index_qat: bool | None = None,
     implementation: Choice = None,
-) -> tuple[jax.Array, jax.Array, KVCache]:
+) -> tuple[Sampled, jax.Array, KVCache]:
     """Runs `num_steps` steps of `draft_step` in one executable: each goes on where the one before ended.
 
     The plan has reserved the blocks (and table columns) of all steps ahead, `num_steps * (1 + d)` tokens
@@ -97,16 +110,18 @@ def draft_loop(
         tokens: [B] int32, the known token of each sequence; -1: it takes no part.
         drafts: [B] int32, d of each sequence in every step, 0 to `width`.
         width, num_steps: static.
-        others: as of `draft_step`.
+        others: as of `draft_step`; masks of a single step only.
 
     Returns:
-        (sampled [K, B, width + 1] int32, kept [K, B] int32, of each step as of `draft_step`, but -1 and 0 where a
-        sequence takes no part in it; the cache, which holds the sum of kept[:, b] tokens more than before, all but the
-        last that was sampled).
+        (`Sampled` with [K, ...] of each step as of `draft_step`, counts of after the last; kept [K, B]; the cache).
+        Where a sequence takes no part in a step its tokens are -1 and kept is 0. The cache holds the sum of kept[:, b]
+        tokens more than before, all but the last that was sampled.
 
     Raises as `draft_step`, and:
         ShapeError: `tokens` is not one of each sequence, or a step may have more tokens than 1 + `width` of each.
+        RequestError: masks for more than one step.
     """
+    check_masks(masks, num_steps)
     plan, cache = _begun(params, cache, plan, width, implementation)
     check_tokens(tokens, plan.num_seqs)
     if plan.num_tokens > plan.num_seqs * (1 + width):
@@ -114,21 +129,22 @@ def draft_loop(
             f"the plan has {plan.num_seqs} sequences and {plan.num_tokens} tokens: steps of one known token and up to "
             f"{width} drafts of each"
         )
-    how = _How(params, drafts, width, sampling, keys, index_qat, implementation)
+    asked = dict(logprobs=logprobs, top=top)
+    how = _How(params, drafts, width, sampling, masks, asked, routed_experts, index_qat, implementation)
     plan, tokens = plan.only(tokens >= 0), jnp.maximum(tokens, 0)
 
-    def step(carry: tuple[KVCache, jax.Array, jax.Array], _: None) -> tuple[tuple, tuple]:
-        cache, token, start = carry
+    def step(carry: tuple, _: None) -> tuple[tuple, tuple[Sampled, jax.Array]]:
+        cache, token, start, counts = carry
         here = moved(plan, cache.layout, start, 1 + width)
-        sampled, kept, cache = how.step(cache, here, token[plan.token_seq])
+        drawn, kept, cache = how.step(cache, here, token[plan.token_seq], counts)
         live = here.seq_slot > 0
-        token = jnp.take_along_axis(sampled, (kept - np.int32(1))[:, None], 1)[:, 0]
-        sampled, kept = jnp.where(live[:, None], sampled, np.int32(-1)), jnp.where(live, kept, 0)
-        return (cache, token, start + kept), (sampled, kept)
+        token = jnp.take_along_axis(drawn.tokens, (kept - np.int32(1))[:, None], 1)[:, 0]
+        shown, kept = jnp.where(live[:, None], drawn.tokens, np.int32(-1)), jnp.where(live, kept, 0)
+        return (cache, token, start + kept, drawn.counts), (drawn._replace(tokens=shown, counts=None), kept)
 
-    carry = cache, jnp.asarray(tokens), jnp.asarray(plan.seq_start)
-    (cache, *_), (sampled, kept) = lax.scan(step, carry, length=num_steps)
-    return sampled, kept, cache
+    carry = cache, jnp.asarray(tokens), jnp.asarray(plan.seq_start), counts
+    (cache, _, _, counts), (drawn, kept) = lax.scan(step, carry, length=num_steps)
+    return drawn._replace(counts=counts), kept, cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,37 +154,48 @@ class _How:
     params: Params
     drafts: jax.Array
     width: int
-    sampling: Sampling
-    keys: jax.Array | None
+    sampling: jax.Array | None
+    masks: jax.Array | None
+    asked: Mapping[str, Any]
+    routed_experts: bool
     index_qat: bool | None
     implementation: Choice
 
-    def step(self, cache: KVCache, plan: StepPlan, tokens: jax.Array) -> tuple[jax.Array, jax.Array, KVCache]:
+    def step(
+        self, cache: KVCache, plan: StepPlan, tokens: jax.Array, counts: jax.Array | None
+    ) -> tuple[Sampled, jax.Array, KVCache]:
         """`draft_step` of a plan whose copies and table entries are made."""
         params, width, drafts, cfg = self.params, self.width, self.drafts, cache.layout.cfg
         known = plan.seq_first + plan.seq_count - np.int32(1) - drafts  # the last token of each that is no draft
-        guesses, chances, cache = self._guesses(cache, plan, tokens[known])
+        here = None if counts is None else counts[plan.seq_slot]
+        guesses, cache = self._guesses(cache, plan, tokens[known], here)
         place = jnp.arange(plan.num_tokens, dtype=jnp.int32) - known[plan.token_seq]
         guessed = guesses[plan.token_seq, jnp.clip(place - 1, 0, width - 1)]
         tokens = jnp.where((place > 0) & (plan.token_slot > 0), guessed, tokens)
 
-        residual, step = layers(params, cache.begin(plan, self.implementation), tokens, self.index_qat)
+        begun = cache.begin(plan, self.implementation)
+        residual, step, experts = layers(params, begun, tokens, self.index_qat, self.routed_experts)
         _, step = follow(params, step, residual, tokens, whole=False)  # its keys are stored
         rows = jnp.clip(known[:, None] + jnp.arange(width + 1, dtype=jnp.int32)[None], 0, plan.num_tokens - 1)
         logits = head(params, jax.tree.map(lambda x: x[rows.reshape(-1)], residual), cfg, self.implementation)
         logits = logits.reshape(*rows.shape, -1)
         position = plan.seq_start + plan.seq_count - np.int32(1) - drafts
-        sampled, kept = accept(logits, chances, guesses, drafts, self.sampling, self.keys, position)
-        return sampled, kept, step.finish()
+        drawn, kept = accept(
+            logits, guesses, drafts, self.sampling, position, masks=self.masks, counts=here, **self.asked
+        )
+        if counts is not None:
+            counts = counted(counts, plan.seq_slot, self.sampling, drawn.tokens, kept)
+        return drawn._replace(experts=experts, counts=counts), kept, step.finish()
 
-    def _guesses(self, cache: KVCache, plan: StepPlan, token: jax.Array) -> tuple[jax.Array, jax.Array | None, KVCache]:
-        """Returns the drafts of each sequence [B, width], the probabilities they had when sampled [B, width, vocab],
-        the cache.
+    def _guesses(
+        self, cache: KVCache, plan: StepPlan, token: jax.Array, counts: jax.Array | None
+    ) -> tuple[jax.Array, KVCache]:
+        """Returns the drafts of each sequence [B, width] and the cache.
 
-        Greedy drafts have no probabilities. The rows that the layer stores for them lie beyond the sequence's tokens,
-        where those of the true residuals follow.
+        Each is drawn as the target will draw at its place, with the same noise. The rows that the layer stores for them
+        lie beyond the sequence's tokens, where those of the true residuals follow.
         """
-        params, guesses, chances, x = self.params, [], [], None
+        params, guesses, x = self.params, list[jax.Array](), None
         for i in range(self.width):
             here = _one_each(plan, i, self.drafts)
             handle = mtp_layer(cache.begin(here, self.implementation))
@@ -176,16 +203,12 @@ class _How:
                 x = handle.last_residual()
             residual, step = guess(params, handle, x, token)
             logits = head(params, residual, cache.layout.cfg, self.implementation, of=params[MTP][0])
-            if self.sampling.temperature == 0:
-                token = logits.argmax(-1).astype(jnp.int32)
-            else:
-                chance = distribution(logits, self.sampling)
-                chances.append(chance)
-                own, _, _ = sampling_keys(self.keys, here.token_position, self.sampling)
-                token = jax.vmap(jax.random.categorical)(own, jnp.log(chance)).astype(jnp.int32)
+            masks = None if self.masks is None else self.masks[:, i]
+            seen = None if counts is None else with_guesses(counts, jnp.stack(guesses, 1)) if guesses else counts
+            token = sample(logits, self.sampling, here.token_position, masks=masks, counts=seen).tokens
             guesses.append(token)
             x, cache = flat(residual), step.finish(partial=True)
-        return jnp.stack(guesses, 1), jnp.stack(chances, 1) if chances else None, cache
+        return jnp.stack(guesses, 1), cache
 
 
 def _begun(

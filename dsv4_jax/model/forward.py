@@ -14,7 +14,7 @@ from .. import ops
 from ..cache import KVCache
 from ..checks import shown
 from ..config import DSV4Config
-from ..errors import ShapeError
+from ..errors import RequestError, ShapeError
 from ..ops.hyper_connection import Written
 from ..ops.no_gradient import without_gradient
 from ..ops.registry import Choice
@@ -25,12 +25,13 @@ from .head import head
 from .hyper_connections import Residual, read
 from .moe import moe
 from .numerics import activations
-from .sampling import GREEDY, Sampling, sample
+from .sampling import Sampled, sample_rows
 from .weights.params import Params
 
 __all__ = [
     "GPU_DECODE_OPTIONS",
     "block",
+    "check_masks",
     "check_tokens",
     "decode_loop",
     "decode_step",
@@ -39,6 +40,7 @@ __all__ = [
     "joined",
     "layers",
     "prefill",
+    "sample_step",
 ]
 
 T = TypeVar("T")
@@ -75,7 +77,7 @@ def forward(
     Raises:
         ShapeError: `tokens` does not match the plan.
     """
-    residual, step = layers(params, cache.begin(plan, implementation), tokens, index_qat)
+    residual, step, _ = layers(params, cache.begin(plan, implementation), tokens, index_qat)
     return head(params, residual, cache.layout.cfg, implementation), step.finish()
 
 
@@ -90,10 +92,55 @@ def prefill(
 ) -> tuple[jax.Array, KVCache]:
     """Runs a step as `forward` does; gives the logits of each sequence's last token only, [B, vocab]."""
     step = cache.begin(plan, implementation)
+    residual, step, _ = layers(params, step, tokens, index_qat)
+    return head(params, _last(residual, step.plan), cache.layout.cfg, implementation), step.finish()
+
+
+def sample_step(
+    params: Params,
+    cache: KVCache,
+    plan: StepPlan | PackedPlan,
+    tokens: jax.Array,
+    *,
+    sampling: jax.Array | None = None,
+    masks: jax.Array | None = None,
+    counts: jax.Array | None = None,
+    logprobs: bool = False,
+    top: int = 0,
+    routed_experts: bool = False,
+    index_qat: bool | None = None,
+    implementation: Choice = None,
+) -> tuple[Sampled, KVCache]:
+    """Runs a step as `prefill` does, and samples what follows each sequence's last token.
+
+    Args:
+        sampling: [B, 10] uint32 of `SamplingRows.of`, a row of each sequence; None: all take the likeliest token, in an
+            executable that can do nothing else.
+        masks: [B, ceil(vocab / 32)] uint32, see `sample`.
+        counts: [slots, vocab] int32, of penalties: donate them. Rows (`token_counts`) stand where the sequences' slots
+            are; what is sampled is added to `Sampled.counts`, unless nobody reads it (`SamplingRows.of`).
+        logprobs, top, routed_experts: static; which fields of `Sampled` are wanted.
+
+    Returns:
+        (`Sampled` with tokens [B] and experts [T, layers, k], the cache). What is sampled for a sequence whose prompt
+        goes on means nothing.
+
+    Raises as `prefill` and `sample`.
+    """
+    step = cache.begin(plan, implementation)
+    residual, step, experts = layers(params, step, tokens, index_qat, routed_experts)
     plan = step.plan
-    residual, step = layers(params, step, tokens, index_qat)
+    logits = head(params, _last(residual, plan), cache.layout.cfg, implementation)
+    position = jnp.maximum(plan.seq_start + plan.seq_count - np.int32(1), 0)
+    asked: dict[str, Any] = dict(masks=masks, logprobs=logprobs, top=top)
+    drawn = sample_rows(logits, plan.seq_slot, position, sampling, counts, **asked)
+    return drawn._replace(experts=experts), step.finish()
+
+
+def _last(residual: Residual, plan: StepPlan) -> Residual:
+    """Of each sequence's last token."""
     last = jnp.maximum(jnp.asarray(plan.seq_first) + plan.seq_count - np.int32(1), 0)
-    return head(params, jax.tree.map(lambda x: x[last], residual), cache.layout.cfg, implementation), step.finish()
+    return jax.tree.map(lambda x: x[last], residual)
 
 
 def decode_step(
@@ -121,11 +168,15 @@ def decode_loop(
     tokens: jax.Array,
     num_steps: int,
     *,
-    sampling: Sampling = GREEDY,
-    keys: jax.Array | None = None,
+    sampling: jax.Array | None = None,
+    masks: jax.Array | None = None,
+    counts: jax.Array | None = None,
+    logprobs: bool = False,
+    top: int = 0,
+    routed_experts: bool = False,
     index_qat: bool | None = None,
     implementation: Choice = None,
-) -> tuple[jax.Array, KVCache]:
+) -> tuple[Sampled, KVCache]:
     """`num_steps` decode steps in one executable; each step's token is fed to the next. Drafts have no part in it.
 
     The plan has reserved the blocks (and table columns) of all steps ahead (`plan_step(steps=num_steps)`). In steps
@@ -135,36 +186,47 @@ def decode_loop(
         plan: the first decode step; the later ones are its `advance`.
         tokens: [B] int32, fed by the first step; -1, such as a loop before this one drew: the sequence is padding.
         num_steps: K, static. Of fewer than were planned the manager has to be told (`KVCacheManager.accept(steps=)`).
-        sampling: how to sample, static.
-        keys: [B] random keys, one per sequence; not needed when greedy (see `sample`).
+        masks: as of `sample_step`, of a single step: what a second one allows follows from what the first one drew.
+        others: as of `sample_step`.
 
     Returns:
-        (tokens [K, B] int32 sampled by each step, -1 of padding; the cache, which holds all but the last of them).
+        (`Sampled`: tokens [K, B] int32 sampled by each step, -1 of padding, and further fields [K, B, ...], experts of
+        the tokens that each step fed, counts of after the last; the cache, which holds all but the last tokens).
 
-    Raises:
+    Raises as `sample_step`, and:
         ShapeError: the plan schedules more tokens than it has sequences.
+        RequestError: masks for more than one step.
     """
+    check_masks(masks, num_steps)
+    asked: dict[str, Any] = dict(masks=masks, logprobs=logprobs, top=top)
     begun = cache.begin(_one_token_each(plan))
     cache, plan = begun.finish(partial=True), begun.plan.settled()  # once for all steps
     check_tokens(tokens, plan.num_seqs)
     plan, tokens = plan.only(jnp.asarray(tokens)[plan.seq_first] >= 0), jnp.maximum(tokens, 0)
 
-    def step(carry: tuple[KVCache, jax.Array], ahead: jax.Array) -> tuple[tuple, jax.Array]:
-        cache, tokens = carry
+    def step(carry: tuple[KVCache, jax.Array, jax.Array | None], ahead: jax.Array) -> tuple[tuple, Sampled]:
+        cache, tokens, counts = carry
         here = plan.advance(ahead)
-        residual, begun = layers(params, cache.begin(here, implementation), tokens, index_qat)
+        residual, begun, experts = layers(params, cache.begin(here, implementation), tokens, index_qat, routed_experts)
         logits = head(params, residual, cache.layout.cfg, implementation)
-        tokens = sample(logits, sampling, keys, here.token_position)
-        return (begun.finish(), tokens), jnp.where(here.token_slot > 0, tokens, np.int32(-1))
+        drawn = sample_rows(logits, here.seq_slot, here.token_position, sampling, counts, **asked)
+        shown = jnp.where(here.token_slot > 0, drawn.tokens, np.int32(-1))
+        carry = begun.finish(), drawn.tokens, drawn.counts
+        return carry, drawn._replace(tokens=shown, experts=experts, counts=None)
 
-    (cache, _), sampled = lax.scan(step, (cache, tokens), jnp.arange(num_steps, dtype=jnp.int32))
-    return sampled, cache
+    (cache, _, counts), sampled = lax.scan(step, (cache, tokens, counts), jnp.arange(num_steps, dtype=jnp.int32))
+    return sampled._replace(counts=counts), cache
 
 
 def layers(
-    params: Params, step: CacheStep[KVCache], tokens: jax.Array, index_qat: bool | None
-) -> tuple[Residual, CacheStep[KVCache]]:
-    """The backbone's layers of a step, which has not ended then, and the residual after the last one.
+    params: Params,
+    step: CacheStep[KVCache],
+    tokens: jax.Array,
+    index_qat: bool | None,
+    routed_experts: bool = False,
+) -> tuple[Residual, CacheStep[KVCache], jax.Array | None]:
+    """The backbone's layers of a step, which has not ended then: the residual after the last one, the step, and if
+    `routed_experts` those that each token chose in each layer, [T, layers, k] int16, -1 of padding.
 
     Raises:
         ShapeError: `tokens` does not match the plan.
@@ -172,15 +234,20 @@ def layers(
     cfg, dtype = step.layout.cfg, activations(params)
     check_tokens(tokens, step.plan.num_tokens)
 
-    def run() -> tuple[Residual, CacheStep[KVCache]]:
+    def run() -> tuple[Residual, CacheStep[KVCache], list[jax.Array]]:
         # All weights, not only what goes into the cache: of kernels without a gradient jax has words of its own.
-        residual, after = without_gradient(embed(params, tokens, cfg)), step
+        residual, after, chosen = without_gradient(embed(params, tokens, cfg)), step, []
         for i, p in enumerate(without_gradient(params["layers"])):
-            residual, handle = block(p, after.layer(i), residual, tokens, dtype, index_qat=index_qat)
+            residual, handle, experts = block(p, after.layer(i), residual, tokens, dtype, index_qat=index_qat)
             after = handle.step
-        return residual, after
+            chosen += [experts] if routed_experts else []
+        return residual, after, chosen
 
-    return joined(run, step.plan.num_tokens)()
+    residual, after, chosen = joined(run, step.plan.num_tokens)()
+    if not routed_experts:
+        return residual, after, None
+    there = jnp.asarray(step.plan.token_slot)[:, None, None] > 0
+    return residual, after, jnp.where(there, jnp.stack(chosen, 1), np.int32(-1)).astype(jnp.int16)
 
 
 def block(
@@ -191,13 +258,14 @@ def block(
     dtype: jax.typing.DTypeLike,
     *,
     index_qat: bool | None = None,
-) -> tuple[Residual, LayerCacheHandle[KVCache]]:
-    """Runs a layer: attention over the cache, then experts."""
+) -> tuple[Residual, LayerCacheHandle[KVCache], jax.Array]:
+    """Runs a layer: attention over the cache, then experts, and which of the routed ones tokens chose, [T, k]."""
     cfg, implementation = handle.layout.cfg, handle.implementation
     x, streams, *back = read(p, "hc_attn", residual, cfg, dtype, implementation)
     y, handle = attention(p["attn"], handle, x, index_qat=index_qat)
     x, streams, *back = read(p, "hc_ffn", Residual(streams, Written((y,), *back)), cfg, dtype, implementation)
-    return Residual(streams, Written(moe(p["ffn"], x, tokens, cfg), *back)), handle
+    added, chosen = moe(p["ffn"], x, tokens, cfg)
+    return Residual(streams, Written(added, *back)), handle, chosen
 
 
 def joined(function: Callable[[], T], rows: int) -> Callable[[], T]:
@@ -214,6 +282,12 @@ def check_tokens(tokens: Any, scheduled: int) -> None:
         raise ShapeError(f"tokens are {shown(tokens) if dtype is None else dtype}, expected an array of integers")
     if tokens.shape != (scheduled,):
         raise ShapeError(f"tokens has shape {tokens.shape}, the plan schedules {(scheduled,)}")
+
+
+def check_masks(masks: jax.Array | None, num_steps: int) -> None:
+    """Raises `RequestError` if they are for several steps of a loop."""
+    if masks is not None and num_steps > 1:
+        raise RequestError(f"masks of a loop of {num_steps} steps: what is allowed follows from each step's token")
 
 
 def _one_token_each(plan: StepPlan | PackedPlan) -> StepPlan:

@@ -28,23 +28,24 @@ _SCORES = {
 MAX_TOKENS = 8192  # of a call of `ops.moe`: less than its CUDA kernel takes
 
 
-def moe(p: Params, x: jax.Array, tokens: jax.Array, cfg: DSV4Config) -> tuple[jax.Array, ...]:
-    """Returns what the experts add to [T, hidden] float of [T] token ids: [T, hidden] float32 of the routed and of the
-    shared.
+def moe(p: Params, x: jax.Array, tokens: jax.Array, cfg: DSV4Config) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """Returns what the experts add to [T, hidden] float of [T] token ids, [T, hidden] float32 of the routed and of the
+    shared; and which routed ones each token chose, [T, k] int32.
 
     Experts that stay as released run on the tokens that chose them (`ops.moe`). Others run on every token, and the
     routing weight, mostly zero, picks: the plainest form with static shapes, and exact.
     """
     experts = p["experts"]
-    out = (_dispatched if isinstance(experts["gate_up"], Quantised) else _everywhere)(p, x, tokens, cfg)
+    out, chosen = (_dispatched if isinstance(experts["gate_up"], Quantised) else _everywhere)(p, x, tokens, cfg)
     if "shared" in p:
         both, down = products(p["shared"], "of_token", x), p["shared"]["down"]
         dtype = jnp.bfloat16 if down.dtype == jnp.bfloat16 else jnp.float32  # what `linear` takes
-        return out, linear(ops.swiglu(both["gate"], both["up"], limit=cfg.swiglu_limit, dtype=dtype), down)
-    return (out,)
+        shared = linear(ops.swiglu(both["gate"], both["up"], limit=cfg.swiglu_limit, dtype=dtype), down)
+        return (out, shared), chosen
+    return (out,), chosen
 
 
-def _dispatched(p: Params, x: jax.Array, tokens: jax.Array, cfg: DSV4Config) -> jax.Array:
+def _dispatched(p: Params, x: jax.Array, tokens: jax.Array, cfg: DSV4Config) -> tuple[jax.Array, jax.Array]:
     gate, picks = p["gate"], {"chosen": p["tid2eid"][tokens]} if "tid2eid" in p else {"bias": p["gate_bias"]}
     logits = ops.dense_bf16(x, gate) if gate.dtype == jnp.bfloat16 else linear(x, gate)
     chosen, share = ops.route(logits, **picks, top=cfg.num_experts_per_tok, scale=cfg.routed_scaling_factor)
@@ -55,12 +56,14 @@ def _dispatched(p: Params, x: jax.Array, tokens: jax.Array, cfg: DSV4Config) -> 
     def run(x: jax.Array, chosen: jax.Array, share: jax.Array) -> jax.Array:
         return ops.moe(x, chosen, share, gate_up, down, limit=cfg.swiglu_limit, **place)
 
-    return split.own_sums(in_tiles(run, MAX_TOKENS, *split.all_tokens(x.astype(jnp.bfloat16), chosen, share)))
+    every = split.all_tokens(x.astype(jnp.bfloat16), chosen, share)
+    return split.own_sums(in_tiles(run, MAX_TOKENS, *every)), chosen
 
 
-def _everywhere(p: Params, x: jax.Array, tokens: jax.Array, cfg: DSV4Config) -> jax.Array:
+def _everywhere(p: Params, x: jax.Array, tokens: jax.Array, cfg: DSV4Config) -> tuple[jax.Array, jax.Array]:
     split, experts = split_of(p), p["experts"]
-    x, share = split.all_tokens(x, route(p, x, tokens, cfg))
+    chosen, share = route(p, x, tokens, cfg)
+    x, share = split.all_tokens(x, share)
     here = experts["down"].shape[0]
     share = lax.dynamic_slice_in_dim(share, split.first(here), here, 1)
 
@@ -75,11 +78,12 @@ def _everywhere(p: Params, x: jax.Array, tokens: jax.Array, cfg: DSV4Config) -> 
         return sums.add(weight[:, None] * product(clamped_swiglu(gate, up, cfg.swiglu_limit), e["down"]), done), None
 
     each = share.T, ExpertSums.done(here, cfg.n_routed_experts), experts
-    return split.own_sums(lax.scan(add_expert, ExpertSums.zeros(x.shape), each)[0].total())
+    return split.own_sums(lax.scan(add_expert, ExpertSums.zeros(x.shape), each)[0].total()), chosen
 
 
-def route(p: Params, x: jax.Array, tokens: jax.Array, cfg: DSV4Config) -> jax.Array:
-    """Each expert's share of each token, [T, experts] float32, zero where not chosen.
+def route(p: Params, x: jax.Array, tokens: jax.Array, cfg: DSV4Config) -> tuple[jax.Array, jax.Array]:
+    """The experts that each token chose, [T, k] int32, and each expert's share of each token, [T, experts] float32,
+    zero where not chosen.
 
     The bias only helps to choose; the shares are the chosen experts' scores, normalised and scaled.
     Hash layers look the experts up by token id.
@@ -90,4 +94,5 @@ def route(p: Params, x: jax.Array, tokens: jax.Array, cfg: DSV4Config) -> jax.Ar
     else:
         _, chosen = lax.top_k(scores + p["gate_bias"][None], cfg.num_experts_per_tok)
     picked = jax.nn.one_hot(chosen, cfg.n_routed_experts, dtype=jnp.float32).sum(1) * scores
-    return picked / (picked.sum(-1, keepdims=True) + np.float32(1e-20)) * np.float32(cfg.routed_scaling_factor)
+    share = picked / (picked.sum(-1, keepdims=True) + np.float32(1e-20)) * np.float32(cfg.routed_scaling_factor)
+    return chosen, share

@@ -57,7 +57,7 @@ def mtp_forward(
     """
     check_mtp(params, cache)
     step = cache.begin(plan, implementation)
-    residual, step = layers(params, step, tokens, index_qat)
+    residual, step, _ = layers(params, step, tokens, index_qat)
     after, step = follow(params, step, residual, tokens)
     cfg = cache.layout.cfg
     logits = head(params, residual, cfg, implementation)
@@ -99,7 +99,7 @@ def guess(
     streams = projected.reshape(-1, cfg.hc_mult, cfg.hidden_size) + linear(embedded, p["e_proj"])[:, None]
 
     def run() -> tuple[Residual, CacheStep[KVCache]]:
-        residual, after = block(p, handle, Residual(streams), tokens, dtype)
+        residual, after, _ = block(p, handle, Residual(streams), tokens, dtype)
         return residual, after.step
 
     return joined(run, tokens.shape[0])() if whole else run()

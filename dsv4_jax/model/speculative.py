@@ -1,94 +1,80 @@
-"""Which drafts are kept, and what is sampled after them: greedy, or so that the samples have the target's distribution.
+"""Which drafts are kept, and what is sampled after them: exactly what would be sampled without drafts.
 
-The rule for samples is that of Leviathan et al. 2023 (arXiv 2211.17192, section 2.3 and appendix A.1) and Chen et al.
-2023 (arXiv 2302.01318, theorem 1). A draft x that was sampled with probability q(x), where the target has p(x), is kept
-with probability min(1, p(x) / q(x)). In place of the first that is not kept a token is sampled from max(p - q, 0),
-normalised; if all are kept, one more from the target's next p.
+Draft and target draw with the same noise, that of their place (`sampling.noise`), so a draft is right if and only if it
+is the token that the target draws there. What comes out is what the target draws, whoever drafts, token for token.
+(Drafter-invariant: Daliri, Musco and Suresh 2024, arXiv 2408.07978. A draft from q where the target has p is right with
+a probability of at least (1 - d) / (1 + d), where d is their total variation distance, and with 1 - d by the best rule
+of any, that of Leviathan et al. 2023, arXiv 2211.17192, whose tokens depend on the drafts, and which needs q of the
+whole vocabulary.)
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .sampling import Sampling, distribution, sampling_keys
+from .sampling import Sampled, sample
 
-__all__ = ["accept", "verify"]
+__all__ = ["accept", "with_guesses"]
 
 
 def accept(
     logits: jax.Array,
-    chances: jax.Array | None,
     guesses: jax.Array,
     drafts: jax.Array,
-    sampling: Sampling,
-    keys: jax.Array | None,
+    sampling: jax.Array | None,
     position: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+    *,
+    masks: jax.Array | None = None,
+    counts: jax.Array | None = None,
+    **asked: Any,
+) -> tuple[Sampled, jax.Array]:
     """The tokens that follow the known one of each sequence.
 
     Args:
         logits: [B, k + 1, vocab] float32: the target's, of the known token and of each draft.
-        chances: [B, k, vocab] float32, the probabilities that the drafts were sampled with; None when greedy.
         guesses: [B, k] int32, the drafts.
         drafts: [B] int32, how many of them there are, 0 to k.
-        keys: [B] random keys, one per sequence; not needed when greedy.
-        position: [B] int32, of the known token. A sequence's samples depend on its own rows, key and position alone.
+        sampling: as of `sample`, of each sequence.
+        position: [B] int32, of the known token.
+        masks: [B, k + 1, words], of the token after each.
+        counts: [B, vocab] int32, before the drafts.
+        asked: `logprobs` and `top` of `sample`.
 
     Returns:
-        (sampled [B, k + 1] int32, kept [B] int32): the first kept[b] tokens of sampled[b] are the accepted drafts
-        and the token sampled after them.
-
-    Raises:
-        RequestError: not greedy, and `keys` is missing.
+        (what is sampled after each, its fields [B, k + 1, ...]; kept [B] int32): the first kept[b] tokens are the
+        drafts that were right and the one after them. The others mean nothing.
     """
-    width = guesses.shape[1]
-    if sampling.temperature == 0:
-        best = logits.argmax(-1).astype(jnp.int32)
-        right = _leading(best[:, :width] == guesses, drafts)
-        after = jnp.take_along_axis(best, right[:, None], 1)[:, 0]
-    else:
-        assert chances is not None
-        places = position[:, None] + jnp.arange(width + 1, dtype=jnp.int32)[None]
-        each = jax.vmap(lambda at: sampling_keys(keys, at, sampling)[1:], in_axes=1, out_axes=1)
-        to_accept, to_sample = each(places)
-        uniform = jax.vmap(jax.vmap(jax.random.uniform))(to_accept[:, :width])
-        right, rest = verify(distribution(logits, sampling), chances, guesses, drafts, uniform)
-        own = jax.vmap(lambda row, i: row[i])(to_sample, right)
-        after = jax.vmap(jax.random.categorical)(own, jnp.log(rest)).astype(jnp.int32)
-    at = jnp.arange(width + 1, dtype=jnp.int32)[None]
-    sampled = jnp.where(at < right[:, None], jnp.pad(guesses, ((0, 0), (0, 1))), after[:, None])
-    return sampled, right + np.int32(1)
+    count, width = guesses.shape
+
+    def each(x: jax.Array) -> jax.Array:
+        """Rows of the sequences as rows of their places."""
+        return jnp.repeat(x, width + 1, axis=0, total_repeat_length=count * (width + 1))
+
+    places = position[:, None] + jnp.arange(width + 1, dtype=jnp.int32)[None]
+    if counts is not None:
+        seen = [with_guesses(counts, guesses[:, :place]) for place in range(width + 1)]
+        counts = jnp.stack(seen, 1).reshape(count * (width + 1), -1)
+    drawn = sample(
+        logits.reshape(count * (width + 1), -1),
+        None if sampling is None else each(jnp.asarray(sampling)),
+        places.reshape(-1),
+        masks=None if masks is None else masks.reshape(count * (width + 1), -1),
+        counts=counts,
+        **asked,
+    )
+    drawn = jax.tree.map(lambda x: x.reshape(count, width + 1, *x.shape[1:]), drawn)
+    there = jnp.arange(width, dtype=jnp.int32)[None] < drafts[:, None]
+    right = (drawn.tokens[:, :width] == guesses) & there
+    return drawn, jnp.cumprod(right.astype(jnp.int32), 1).sum(1, dtype=jnp.int32) + np.int32(1)
 
 
-def verify(
-    target: jax.Array, chances: jax.Array, guesses: jax.Array, drafts: jax.Array, uniform: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """How many drafts are accepted, and the probabilities of the token sampled after them.
-
-    Args:
-        target: [B, k + 1, vocab] float32 probabilities p.
-        chances: [B, k, vocab] float32 probabilities q.
-        guesses, drafts: as in `accept`.
-        uniform: [B, k] float32 in [0, 1), independent of the drafts.
-
-    Returns:
-        (accepted [B] int32, [B, vocab] float32).
-    """
-    picked = guesses[..., None]
-    p, q = (jnp.take_along_axis(x, picked, 2)[..., 0] for x in (target[:, :-1], chances))
-    right = _leading(uniform * q < p, drafts)
-    here = jnp.take_along_axis(target, right[:, None, None], 1)[:, 0]
-    # With no draft left nothing was rejected, and the target's own probabilities are the rest.
-    beside = jnp.take_along_axis(chances, jnp.minimum(right, chances.shape[1] - 1)[:, None, None], 1)[:, 0]
-    beside = jnp.where((right < drafts)[:, None], beside, np.float32(0))
-    rest = jnp.maximum(here - beside, np.float32(0))
-    total = rest.sum(-1, keepdims=True)
-    return right, jnp.where(total > 0, rest / total, here)  # equal but for rounding: nothing is left of the difference
-
-
-def _leading(right: jax.Array, drafts: jax.Array) -> jax.Array:
-    """How many of the first drafts are all right, [B] int32."""
-    there = jnp.arange(right.shape[1], dtype=jnp.int32)[None] < drafts[:, None]
-    return jnp.cumprod((right & there).astype(jnp.int32), 1).sum(1, dtype=jnp.int32)
+def with_guesses(counts: jax.Array, guesses: jax.Array) -> jax.Array:
+    """Returns counts [B, vocab] as they are after the tokens [B, n]."""
+    ids = jnp.arange(counts.shape[1], dtype=jnp.int32)[None]
+    for place in range(guesses.shape[1]):
+        counts = counts + (ids == guesses[:, place, None]).astype(jnp.int32)
+    return counts

@@ -74,7 +74,7 @@ def _layer(
     x, streams, *back = read(p, "hc_attn", residual, cfg, dtype)
     y = attention_uncached(p["attn"], x, attn, cfg)
     x, streams, *back = read(p, "hc_ffn", Residual(streams, Written((y,), *back)), cfg, dtype)
-    return Residual(streams, Written(moe(p["ffn"], x, tokens, cfg), *back))
+    return Residual(streams, Written(moe(p["ffn"], x, tokens, cfg)[0], *back))
 
 
 def attention_uncached(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 
@@ -14,13 +13,21 @@ import pytest
 from dsv4_jax import CacheLayout, init_cache, model
 from dsv4_jax.layout import CacheSize
 from dsv4_jax.manager import KVCacheManager
-from dsv4_jax.model.sampling import sample
+from dsv4_jax.model import SamplingRows
+from dsv4_jax.model.sampling import sample_rows, token_counts
 
 from .feeding import CFG, decode_step, prefill, text_tokens
 
 LAYOUT = CacheLayout(CFG)  # the default formats
+SIZE = CacheSize(4, 2, 2)
 STEPS = 40  # from token 100 on: past a block boundary, several HCA flushes, many CSA flushes
-decode_loop = jax.jit(model.decode_loop, donate_argnames="cache", static_argnames=("num_steps", "sampling"))
+decode_loop = jax.jit(
+    model.decode_loop, donate_argnames="cache", static_argnames=("num_steps", "logprobs", "top", "routed_experts")
+)
+
+
+sample_step = jax.jit(model.sample_step, donate_argnames="cache", static_argnames=("logprobs", "top", "routed_experts"))
+draw = jax.jit(sample_rows, static_argnames=("logprobs", "top"))
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +37,7 @@ def params():
 
 def prefilled(params):
     """A cache and a manager with two requests of 100 and 37 tokens, and each one's next token."""
-    size = CacheSize(4, 2, 2)
-    cache, manager = init_cache(LAYOUT, size), KVCacheManager(LAYOUT, size)
+    cache, manager = init_cache(LAYOUT, SIZE), KVCacheManager(LAYOUT, SIZE)
     requests = [manager.admit_request(text_tokens(n).tolist()) for n in (100, 37)]
     plan = manager.plan_step([(r, r.num_pending) for r in requests], shape=manager.pinned_shape(2, 144, history=True))
     logits, cache = prefill(params, cache, plan.pack(), manager.plan_tokens(plan))
@@ -40,26 +46,43 @@ def prefilled(params):
 
 @pytest.mark.slow
 def test_loop_equals_steps(params):
-    """The same tokens and the same cache bytes, and each call consumes the cache it was given."""
-    sampling, keys = model.Sampling(temperature=0.8, top_k=20, top_p=0.9), jax.random.split(jax.random.key(5), 2)
+    """The same tokens, log-probabilities, routes and counts, the same cache bytes; each call consumes its cache."""
+    hows = [model.Sampling(0.8, 20, 0.9, frequency_penalty=0.3, seed=5), model.Sampling(1.2, min_p=0.02, seed=5)]
+    sampling, asked = SamplingRows.of(hows), dict(logprobs=True, top=2, routed_experts=True)
     start, manager, requests, first = prefilled(params)
+    counts = np.zeros((SIZE.slot_units, CFG.vocab_size), np.int32)
+    for request in requests:
+        counts[request.slot] = token_counts(request.tokens, [], CFG.vocab_size)
     shape = manager.pinned_shape(2, steps=STEPS)
     plan = manager.plan_step([(r, 1) for r in requests], steps=STEPS, shape=shape)
-    looped, loop_cache = decode_loop(params, start, plan.pack(), first, num_steps=STEPS, sampling=sampling, keys=keys)
-    looped = np.asarray(looped)
-    assert looped.shape == (STEPS, 2)
-    assert len(set(looped[:, 0].tolist())) > 3, "a constant output would prove little"
+    run = dict(sampling=sampling, counts=counts, **asked)
+    looped, loop_cache = decode_loop(params, start, plan.pack(), first, num_steps=STEPS, **run)
+    looped = jax.tree.map(np.asarray, looped)
+    assert looped.tokens.shape == looped.logprobs.shape == (STEPS, 2) and looped.top_ids.shape == (STEPS, 2, 2)
+    assert looped.experts.shape == (STEPS, 2, CFG.num_layers, CFG.num_experts_per_tok)
+    assert len(set(looped.tokens[:, 0].tolist())) > 3, "a constant output would prove little"
     assert all(leaf.is_deleted() for leaf in start.arrays.values())
 
     cache, manager, requests, tokens = prefilled(params)
-    draw = jax.jit(functools.partial(sample, sampling=sampling))
     for i in range(STEPS):
         plan = manager.plan_step([(r, 1) for r in requests], shape=shape)
         before = cache
-        logits, cache = decode_step(params, cache, plan.pack(), tokens)
+        if i % 8:
+            drawn, cache = sample_step(params, cache, plan.pack(), tokens, **run | dict(counts=counts))
+        else:
+            logits, cache = decode_step(params, cache, plan.pack(), tokens)
+            plain = {name: asked[name] for name in ("logprobs", "top")}
+            drawn = draw(logits, plan.seq_slot, plan.token_position, sampling, counts, **plain)
+            drawn = drawn._replace(experts=looped.experts[i])
         assert all(leaf.is_deleted() for leaf in before.arrays.values())
-        tokens = np.asarray(draw(logits, keys=keys, position=plan.token_position))
-        np.testing.assert_array_equal(tokens, looped[i], err_msg=f"step {i}")
+        tokens, counts = np.asarray(drawn.tokens), np.asarray(drawn.counts)
+        wanted = jax.tree.map(lambda x, i=i: x[i], looped._replace(counts=None))
+        jax.tree.map(np.testing.assert_array_equal, drawn._replace(counts=None), wanted)
+    np.testing.assert_array_equal(counts[1:], looped.counts[1:])
+    for request, output in zip(requests, looped.tokens.T, strict=True):
+        np.testing.assert_array_equal(
+            counts[request.slot], token_counts(request.tokens[: request.num_prompt], output, CFG.vocab_size)
+        )
     for name, leaf in cache.arrays.items():
         np.testing.assert_array_equal(np.asarray(loop_cache.arrays[name]), np.asarray(leaf), err_msg=name)
 

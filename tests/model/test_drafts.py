@@ -1,9 +1,9 @@
-"""`generate(drafts=)`: the tokens of decoding without drafts, and of the rule for drawn ones its distribution."""
+"""`generate(drafts=)`: the tokens of decoding without drafts, greedy and drawn."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from dsv4_jax import CacheLayout, DSV4Config, cache_sharding, init_cache, model
-from dsv4_jax.errors import PlanError, RequestError
+from dsv4_jax.errors import PlanError
 from dsv4_jax.layout import CacheSize
 from dsv4_jax.manager import CachePolicy, KVCacheManager, SnapshotPlacement, StepShape
 from dsv4_jax.manager.planning import build_plan
 from dsv4_jax.manager.step_shape import StepSequence
 from dsv4_jax.model.ahead import moved
-from dsv4_jax.model.sampling import Sampling, distribution, sample
-from dsv4_jax.model.speculative import accept, verify
+from dsv4_jax.model.sampling import Sampling, SamplingRows, sample
+from dsv4_jax.model.speculative import accept
 
 from . import test_mtp
 from .feeding import V4_WIDTHS, feed, text_tokens
@@ -118,6 +118,7 @@ def test_draws_do_not_depend_on_company(params) -> None:
     given, options = leaning(params, 0.02), dict(drafts=2, sampling=Sampling(temperature=0.9), seed=7)
     together, sizes, _ = generate(given, **options)
     assert generate(given, **options)[0] == together and 1 < max(sizes) <= 3
+    assert generate(given, **options | dict(drafts=0))[0] == together, "drafts change nothing of what is drawn"
     looped, sizes, _ = generate(given, decode_steps=3, **options)
     assert looped == together and 3 < max(sizes) <= 9
     assert generate(given, **options | dict(seed=8))[0] != together
@@ -188,64 +189,68 @@ def test_a_step_copies_no_pool(params) -> None:
     assert memory.temp_size_in_bytes < min(LAYOUT.leaf_bytes(leaf, size) for leaf in pools)
 
 
-# The rule, on a vocabulary of three tokens.
+# The rule.
 
-TARGET = np.array([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8], [0.6, 0.0, 0.4]], np.float32)  # of two drafts and what follows
-CHANCES = np.array([[0.25, 0.5, 0.25], [0.4, 0.1, 0.5]], np.float32)
-
-
-@pytest.mark.parametrize("drafts", [0, 1, 2])
-def test_the_rule_gives_the_targets_distribution(drafts) -> None:
-    """All drafts with their chances, all acceptances on a grid that p / q of none falls within a cell of."""
-    grid = (np.arange(20, dtype=np.float32) + 0.5) / 20
-    cases = np.array([*itertools.product(range(3), range(3), grid, grid)], np.float32)
-    guesses, uniform, count = cases[:, :2].astype(np.int32), cases[:, 2:], len(cases)
-    target, chances = (np.broadcast_to(x, (count, *x.shape)) for x in (TARGET, CHANCES))
-    given = (target, chances, guesses, np.full(count, drafts, np.int32), uniform)
-    kept, rest = map(np.asarray, jax.jit(verify)(*given))
-    weight = CHANCES[0][guesses[:, 0]] * CHANCES[1][guesses[:, 1]] / grid.size**2
-    assert kept.max() == drafts
-    for place in range(drafts + 1):  # what is drawn there, given that all before was kept
-        there = kept >= place
-        guessed = np.eye(3)[guesses[:, min(place, 1)]]
-        drawn = np.where((kept > place)[:, None], guessed, rest)[there]
-        np.testing.assert_allclose(weight[there] @ drawn / weight[there].sum(), TARGET[place], atol=1e-6)
+COUNT, WORDS = 20_000, 16
+DRAFT = jax.jit(lambda logits, rows, at: sample(logits, rows, at).tokens)
 
 
-def test_draws_have_the_targets_distribution() -> None:
-    """Chi-square of each token given that the drafts before were kept, of 30,000 sequences of two drafts."""
-    count, sampling = 30_000, Sampling(temperature=1.0)
-    keys, own = (jax.random.split(jax.random.key(seed), count) for seed in (0, 1))
-    guesses = jax.vmap(lambda key: jax.random.categorical(key, jnp.log(CHANCES), axis=-1))(own).astype(jnp.int32)
-    logits = jnp.broadcast_to(jnp.log(jnp.maximum(TARGET, 1e-30)), (count, 3, 3))
-    chances, position = jnp.broadcast_to(CHANCES, (count, 2, 3)), jnp.arange(count, dtype=jnp.int32) % 7
-    drafts = jnp.full(count, 2, jnp.int32)
-    drawn, kept = jax.jit(accept, static_argnums=4)(logits, chances, guesses, drafts, sampling, keys, position)
-    drawn, kept = np.asarray(drawn), np.asarray(kept)
-    assert set(kept.tolist()) == {1, 2, 3}
-    for place, wanted in enumerate(TARGET):
-        there = drawn[kept > place, place]
-        seen, wanted = np.bincount(there, minlength=3), len(there) * wanted
-        some = wanted > 0
-        assert len(there) > 5_000 and not seen[~some].any()
-        assert ((seen - wanted)[some] ** 2 / wanted[some]).sum() < 13.8, place  # one in a thousand, two degrees
-    with pytest.raises(RequestError, match="needs keys"):
-        accept(logits, chances, guesses, drafts, sampling, None, position)
+def verified(target: np.ndarray, draft: np.ndarray, how: Sampling, drafts: int = 2, **state: Any) -> Any:
+    """What is sampled after COUNT known tokens, [COUNT, 3], of logits [3, WORDS], with guesses from [2, WORDS]."""
+    rows, at = SamplingRows.of([how] * COUNT), np.arange(COUNT, dtype=np.int32) * 5
+    each = [np.broadcast_to(np.float32(logits), (COUNT, WORDS)) for logits in draft]
+    guesses = jnp.stack([DRAFT(logits, rows, at + np.int32(i)) for i, logits in enumerate(each)], 1)
+    logits = np.broadcast_to(np.float32(target), (COUNT, 3, WORDS))
+    drawn, kept = jax.jit(accept)(logits, guesses, np.full(COUNT, drafts, np.int32), rows, at, **state)
+    return np.asarray(drawn.tokens), np.asarray(kept), np.asarray(guesses)
 
 
-def test_drafts_are_drawn_as_tokens_are() -> None:
-    """`distribution` is what `sample` draws from, with what it leaves out at zero."""
-    logits, count = jnp.asarray(np.random.default_rng(0).normal(size=6), jnp.float32), 20_000
-    sampling = Sampling(temperature=0.8, top_k=5, top_p=0.85)
-    chance = np.asarray(distribution(logits, sampling))
-    rows, keys = jnp.broadcast_to(logits, (count, 6)), jax.random.split(jax.random.key(2), count)
-    drawn = jax.jit(sample, static_argnums=1)(rows, sampling, keys, jnp.zeros(count, jnp.int32))
-    seen, some = np.bincount(np.asarray(drawn), minlength=6), chance > 0
-    assert abs(chance.sum() - 1) < 1e-5 and not seen[~some].any() and some.sum() == 4
-    wanted = count * chance[some]
-    assert ((seen[some] - wanted) ** 2 / wanted).sum() < 16.3  # one in a thousand, three degrees
-    every = Sampling(temperature=0.8, top_k=6)
-    np.testing.assert_allclose(distribution(logits, every), distribution(logits, Sampling(0.8)), atol=1e-6)
+def chances(logits: np.ndarray) -> np.ndarray:
+    each = np.exp(logits - logits.max(-1, keepdims=True))
+    return each / each.sum(-1, keepdims=True)
+
+
+@pytest.mark.parametrize("spread", [0.3, 1.0, 4.0])
+def test_a_draft_is_kept_as_often_as_noise_in_common_allows(spread) -> None:
+    """And what is drawn does not depend on who drafts: the target draws the same with all wrong or with none."""
+    rng, how = np.random.default_rng(0), Sampling(1.0, seed=3)
+    target, draft = rng.normal(0, spread, (3, WORDS)), rng.normal(0, spread, (2, WORDS))
+    draft = (draft + 2 * target[:2]) / 3
+    drawn, kept, guesses = verified(target, draft, how)
+    for logits, count in ((draft[::-1], 2), (draft, 0), (draft, 1)):
+        others, fewer, _ = verified(target, logits, how, count)
+        np.testing.assert_array_equal(others, drawn)
+        assert fewer.max() == count + 1
+    right = np.cumprod(drawn[:, :2] == guesses, 1).sum(1)
+    np.testing.assert_array_equal(kept, right + 1)
+    p, q = chances(target[0]), chances(draft[0])
+    distance = np.abs(p - q).sum() / 2
+    rate, error = (right > 0).mean(), 4 * (0.25 / COUNT) ** 0.5
+    assert (1 - distance) / (1 + distance) - error <= rate <= 1 - distance + error
+    wanted, seen = COUNT * chances(target), [np.bincount(drawn[:, i], minlength=WORDS) for i in range(3)]
+    common = wanted > 5
+    assert ((seen - wanted)[common] ** 2 / wanted[common]).sum() < 80  # one in a thousand, 45 degrees
+
+
+def test_equal_distributions_are_always_right() -> None:
+    """Filtered alike, too: any noise but the same would do worse."""
+    logits = np.random.default_rng(1).normal(0, 2, (3, WORDS))
+    for how in (Sampling(1.0, seed=1), Sampling(0.7, 5, 0.9, seed=2), Sampling()):
+        _, kept, _ = verified(logits, logits[:2], how)
+        assert (kept == 3).all()
+
+
+def test_penalties_and_masks_of_drafts() -> None:
+    """A place has the counts of what was drafted before it, and a mask of its own."""
+    logits = np.zeros((3, WORDS))
+    logits[:, 5], logits[:, 6] = 3, 2
+    how = Sampling(presence_penalty=2.0)
+    masks = np.full((COUNT, 3, 1), 0xFFFF, np.uint32)
+    masks[:, 2] = 1 << 9
+    state = dict(counts=np.zeros((COUNT, WORDS), np.int32), masks=masks)
+    drawn, kept, _ = verified(logits, logits[:2], how, **state)
+    # Both drafts are token 5, as if nothing were counted: the second is wrong.
+    assert (drawn == [5, 6, 9]).all() and (kept == 2).all()
 
 
 # In the formats and widths of the released models.

@@ -19,6 +19,7 @@ from dsv4_jax import CacheLayout, ffi, init_cache, model, ops, shard_step
 from dsv4_jax.layout import CacheSize
 from dsv4_jax.manager.planning import build_plan
 from dsv4_jax.manager.step_shape import StepSequence, shape_for
+from dsv4_jax.model import SamplingRows
 from dsv4_jax.model.mtp import mtp_forward
 from dsv4_jax.model.weights.packing import PackedLayers
 from dsv4_jax.model.weights.placement import device_specs
@@ -60,6 +61,15 @@ def plan_of(tokens: int) -> StepPlan:
     return build_plan(LAYOUT, rows, shape_for(LAYOUT, rows), size=SIZE)
 
 
+ROWS = SamplingRows.of([model.Sampling(1.0, top_p=0.9, seed=1)] * REQUESTS)
+
+
+def sample_step(*args: Any) -> Any:
+    """With all that may be asked for."""
+    *given, rows = args
+    return model.sample_step(*given, sampling=rows, logprobs=True, top=2, routed_experts=True)
+
+
 # Step -> (tokens of each request in the plan, of which it is told, further arrays, static options).
 Case = tuple[Callable[..., Any], int, int, list[Any], dict[str, Any]]
 WANTED = np.full(REQUESTS, DRAFTS, np.int32)
@@ -68,6 +78,7 @@ CASES: dict[str, Case] = {
     "prefill": (model.prefill, 5, 5, [], {}),
     "decode_step": (model.decode_step, 1, 1, [], {}),
     "decode_loop": (model.decode_loop, 1, 1, [], dict(num_steps=STEPS)),
+    "sample_step": (sample_step, 5, 5, [ROWS], {}),
     "mtp_forward": (mtp_forward, 3, 3, [], {}),
     "draft_step": (model.draft_step, 1 + DRAFTS, 1 + DRAFTS, [WANTED], dict(width=DRAFTS)),
     "draft_loop": (model.draft_loop, 1 + DRAFTS, 1, [WANTED], dict(width=DRAFTS, num_steps=STEPS)),
@@ -79,7 +90,7 @@ def lowered(call: Any, params: Any, cache: Any, name: str, shards: int = 1) -> l
     """Targets of each call of several kernels."""
     _, planned, told, arrays, _ = CASES[name]
     plan, tokens = stack_plans([plan_of(planned)] * shards), np.zeros(shards * told * REQUESTS, np.int32)
-    traced = call.trace(params, cache, plan, tokens, *(np.tile(array, shards) for array in arrays))
+    traced = call.trace(params, cache, plan, tokens, *(np.concatenate([array] * shards) for array in arrays))
     return re.findall(r'targets = "([^"]*)"', traced.lower(lowering_platforms=("cuda",)).as_text())
 
 

@@ -106,7 +106,9 @@ def run(params: Any, layout: CacheLayout, names: list[str], shards: list[int], m
         tokens = np.concatenate([m.plan_tokens(p) for m, p in zip(managers, plans, strict=True)])
         out, cache = compiled(name, mesh)(params, cache, stack_plans(plans), tokens)
         live = np.concatenate([p.seq_slot > 0 if name == "prefill" else p.token_slot > 0 for p in plans])
-        outs.append(np.where(live if name == "loop" else live[:, None], np.asarray(out), 0))
+        outs.append(
+            np.where(live if name == "loop" else live[:, None], np.asarray(out.tokens if name == "loop" else out), 0)
+        )
 
     chunk = StepShape.bound(layout, 2, 8, columns=4)
     for name, tokens in zip(names, ([5, 250, 77], [9]), strict=False):

@@ -37,7 +37,7 @@ def test_routing_and_experts(x, scoring_func, hashed):
     p = model.init_params(cfg, seed=6)["layers"][0 if hashed else 1]["ffn"]
     tokens = np.arange(T, dtype=np.int32) * 7
     scores = SCORES[scoring_func](x.astype(np.float64) @ np.asarray(p["gate"], np.float64).T)
-    share, out = np.zeros((T, 6)), np.zeros((T, 64))
+    share, out, picked = np.zeros((T, 6)), np.zeros((T, 64)), []
 
     def mlp(row, gate, up, down):
         gate, up = np.minimum(gate @ row, 0.7), np.clip(up @ row, -0.7, 0.7)
@@ -46,11 +46,14 @@ def test_routing_and_experts(x, scoring_func, hashed):
     for t in range(T):
         chosen = p["tid2eid"][tokens[t]] if hashed else np.argsort(-(scores[t] + p["gate_bias"]))[:3]
         chosen = np.asarray(chosen)
+        picked.append(chosen.tolist())
         share[t, chosen] = scores[t, chosen] / scores[t, chosen].sum() * cfg.routed_scaling_factor
         for e in chosen:
             gate, up = np.split(np.asarray(p["experts"]["gate_up"][e]), 2)
             out[t] += share[t, e] * mlp(x[t], gate, up, np.asarray(p["experts"]["down"][e]))
         out[t] += mlp(x[t], *(np.asarray(p["shared"][name]) for name in ("gate", "up", "down")))
-    np.testing.assert_allclose(jax.jit(route, static_argnums=3)(p, x, tokens, cfg), share, atol=1e-5)
-    routed, shared = jax.jit(moe, static_argnums=3)(p, x, tokens, cfg)
+    chosen, shares = jax.jit(route, static_argnums=3)(p, x, tokens, cfg)
+    np.testing.assert_allclose(shares, share, atol=1e-5)
+    (routed, shared), also = jax.jit(moe, static_argnums=3)(p, x, tokens, cfg)
+    assert chosen.tolist() == also.tolist() == picked
     np.testing.assert_allclose(routed + shared, out, atol=1e-4)

@@ -1,29 +1,34 @@
+"""Draws against a float64 oracle that sorts, and what one executable makes of every request's settings."""
+
 from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
-from dsv4_jax.errors import RequestError
-from dsv4_jax.model import Sampling
+from dsv4_jax.errors import RequestError, ShapeError
+from dsv4_jax.model import Sampling, SamplingRows
 from dsv4_jax.model import sampling as samplers
-from dsv4_jax.model.sampling import distribution
+from dsv4_jax.model.sampling import IN_PROMPT, check_mask, derived_seed, log_probabilities, noise, token_counts
 
-sample = jax.jit(samplers.sample, static_argnames="sampling")
-ROWS, VOCAB = 4000, 11
-
-
-def draws(sampling: Sampling, logits: np.ndarray, seed: int = 0) -> np.ndarray:
-    """ROWS draws from the same logits, each with a key of its own."""
-    keys = jax.random.split(jax.random.key(seed), ROWS)
-    rows = jnp.broadcast_to(jnp.asarray(logits, jnp.float32)[None], (ROWS, VOCAB))
-    return np.asarray(sample(rows, sampling, keys, jnp.zeros(ROWS, jnp.int32)))
+VOCAB, MANY = 37, 4000
+WORDS = samplers.mask_words(VOCAB)
+sample = jax.jit(samplers.sample, static_argnames=("logprobs", "top"))
+noise_of = jax.jit(lambda rows, at, vocab: noise(SamplingRows.unpack(rows, len(at)), at, vocab), static_argnums=2)
 
 
-@pytest.fixture
-def logits() -> np.ndarray:
-    return np.random.default_rng(3).normal(0, 1, VOCAB)
+def packed_mask(allowed: np.ndarray) -> np.ndarray:
+    """[..., vocab] bool as words, least significant bit first."""
+    bits = np.zeros((*allowed.shape[:-1], 32 * samplers.mask_words(allowed.shape[-1])), np.uint8)
+    bits[..., : allowed.shape[-1]] = allowed
+    return np.packbits(bits, axis=-1, bitorder="little").view(np.uint32)
 
 
 def softmax(x: np.ndarray) -> np.ndarray:
@@ -31,71 +36,304 @@ def softmax(x: np.ndarray) -> np.ndarray:
     return e / e.sum()
 
 
-def test_greedy_takes_the_likeliest_and_the_lowest_of_equals():
+def penalised(logits: np.ndarray, how: Sampling, counts: np.ndarray) -> np.ndarray:
+    """As vLLM does it: repetition of what is in prompt or output, then the two others of what is in the output."""
+    out = logits.astype(np.float32)
+    drawn, seen = counts & (IN_PROMPT - 1), counts > 0
+    rate = np.float32(how.repetition_penalty)
+    out = np.where(seen, np.where(out > 0, out / rate, out * rate), out)
+    out = out - np.float32(how.frequency_penalty) * drawn.astype(np.float32)
+    return out - np.float32(how.presence_penalty) * (drawn > 0).astype(np.float32)
+
+
+def kept(scaled: np.ndarray, how: Sampling) -> tuple[np.ndarray, float]:
+    """Which tokens [vocab] all filters keep, and how far the nearest decision is from the other one."""
+    scaled = scaled.astype(np.float64)
+    ratio = np.exp(scaled - scaled.max())
+    left = (ratio >= how.min_p) & np.isfinite(scaled)
+    margin = np.abs(ratio - how.min_p)[ratio < 1].min(initial=1) if 0 < how.min_p < 1 else 1.0
+    order = [i for i in np.lexsort((np.arange(len(scaled)), -scaled)) if left[i]]
+    order = order[: how.top_k or None]
+    chance = ratio[order] / ratio[order].sum()
+    before = np.cumsum(chance) - chance
+    if how.top_p < 1:
+        margin = min(margin, np.abs(before[1:] - how.top_p).min(initial=1))
+        order = [token for token, mass in zip(order, before, strict=True) if mass < how.top_p or not mass]
+    return np.isin(np.arange(len(scaled)), order), margin
+
+
+def oracle(
+    logits: np.ndarray, how: Sampling, perturbation: np.ndarray, counts: Any = None, allowed: Any = None
+) -> tuple[int, float]:
+    """The token that a row [vocab] draws, and the margin of what is kept, by which rounding might decide."""
+    logits = logits.astype(np.float32)
+    if allowed is not None:
+        logits = np.where(allowed, logits, -np.inf)
+    if counts is not None:
+        logits = penalised(logits, how, counts)
+    if how.greedy:
+        return int(logits.argmax()), 1.0
+    scaled = logits / np.float32(how.temperature)
+    stays, margin = kept(scaled, how)
+    return int(np.where(stays, scaled + perturbation, -np.inf).argmax()), margin
+
+
+# Logits on a grid, so that many are equal.
+some_logits = st.lists(st.integers(-12, 12), min_size=VOCAB, max_size=VOCAB).map(lambda x: np.float32(x) / 4)
+some_settings = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.25, 0.7, 1.0, 2.0]),
+    top_k=st.sampled_from([0, 1, 2, 5, 20, VOCAB, 10**12]),
+    top_p=st.one_of(st.just(1.0), st.floats(1e-3, 1)),
+    min_p=st.one_of(st.just(0.0), st.floats(0, 1)),
+    repetition_penalty=st.sampled_from([1.0, 0.5, 1.5]),
+    presence_penalty=st.sampled_from([0.0, -1.0, 0.75]),
+    frequency_penalty=st.sampled_from([0.0, -0.25, 0.5]),
+    seed=st.integers(-(2**63), 2**64 - 1),
+)
+few_tokens = st.lists(st.integers(0, VOCAB - 1), max_size=8)
+some_rows = st.lists(
+    st.tuples(some_logits, some_settings, st.integers(0, 2**31 - 1), few_tokens, few_tokens, st.lists(st.booleans())),
+    min_size=4,
+    max_size=4,
+)
+
+
+@given(rows=some_rows)
+@settings(max_examples=150)
+def test_each_row_draws_what_a_sort_in_float64_draws(rows) -> None:
+    """Filters, penalties, masks and temperatures mixed in one executable."""
+    logits, hows, at, prompts, outputs, bits = zip(*rows, strict=True)
+    counts = np.stack([token_counts(p, o, VOCAB) for p, o in zip(prompts, outputs, strict=True)])
+    allowed = np.ones((4, VOCAB), bool)
+    for i, row in enumerate(bits):
+        allowed[i, : min(len(row), VOCAB - 1)] = row[: VOCAB - 1]
+    position, packed = np.array(at, np.int32), SamplingRows.of(hows)
+    perturbation = np.asarray(noise_of(packed, position, VOCAB))
+    each = [oracle(*row) for row in zip(logits, hows, perturbation, counts, allowed, strict=True)]
+    wanted, margins = zip(*each, strict=True)
+    assume(min(margins) > 1e-5)
+    drawn = sample(np.stack(logits), packed, position, masks=packed_mask(allowed), counts=counts)
+    assert drawn.tokens.tolist() == [*wanted]
+    assert drawn.tokens.dtype == np.int32 and drawn.logprobs is None and drawn.top_ids is None
+
+
+def test_a_large_vocabulary() -> None:
+    """As V4's: sums of so many terms, and rounds in which nothing is kept."""
+    rng, vocab = np.random.default_rng(0), 129_280
+    logits = rng.normal(0, 2, (6, vocab)).astype(np.float32)
+    filters = [dict(top_p=0.3), dict(top_k=40), dict(min_p=0.2), dict(top_k=1), dict(top_k=500, top_p=0.5), {}]
+    hows = [Sampling(1.0, **more, seed=i) for i, more in enumerate(filters)]
+    position, packed = np.arange(6, dtype=np.int32), SamplingRows.of(hows)
+    perturbation = np.asarray(noise_of(packed, position, vocab))
+    each = [oracle(*row) for row in zip(logits, hows, perturbation, strict=True)]
+    wanted, margins = zip(*each, strict=True)
+    assert sample(logits, packed, position).tokens.tolist() == [*wanted] and min(margins) > 1e-7
+
+
+def test_one_executable_for_all_settings() -> None:
+    step = jax.jit(samplers.sample)
+    for more in (
+        {},
+        dict(temperature=1.0),
+        dict(temperature=0.5, top_p=0.9),
+        dict(temperature=2.0, top_k=3, min_p=0.1),
+    ):
+        step(np.zeros((2, VOCAB), np.float32), SamplingRows.of([Sampling(**more, seed=1), None]), np.zeros(2, np.int32))
+    assert step._cache_size() == 1
+
+
+def test_without_settings_it_is_an_argmax() -> None:
+    """The program of greedy steps has nothing else in it."""
     logits = jnp.array([[0.0, 3.0, 3.0], [5.0, 1.0, 5.0]])
-    assert sample(logits).tolist() == [1, 0]
+    assert sample(logits).tokens.tolist() == [1, 0]
+    assert sample(logits, SamplingRows.of([Sampling()] * 2), np.zeros(2, np.int32)).tokens.tolist() == [1, 0]
+    plain = jax.jit(lambda x: x.argmax(-1).astype(jnp.int32)).lower(logits).as_text()
+    own = jax.jit(lambda x: samplers.sample(x).tokens).lower(logits).as_text()
+    assert own == plain
 
 
-def test_temperature_shapes_the_distribution(logits):
-    counts = np.bincount(draws(Sampling(temperature=0.7), logits), minlength=VOCAB) / ROWS
-    np.testing.assert_allclose(counts, softmax(logits / 0.7), atol=0.03)
+# Noise
 
 
-def test_top_k_keeps_the_k_likeliest(logits):
-    drawn = set(draws(Sampling(temperature=1.0, top_k=3), logits).tolist())
-    assert drawn == set(np.argsort(-logits)[:3].tolist())
+def test_threefry_is_the_published_one() -> None:
+    """The test vectors of Random123 for 20 rounds."""
+    cases = [
+        ((0, 0), (0, 0), (0x6B200159, 0x99BA4EFE)),
+        ((0xFFFFFFFF,) * 2, (0xFFFFFFFF,) * 2, (0x1CB996FC, 0xBB002BE7)),
+        ((0x13198A2E, 0x03707344), (0x243F6A88, 0x85A308D3), (0xC4923A9C, 0x483DF7A0)),
+    ]
+    for key, counter, wanted in cases:
+        made = samplers._threefry(*(jnp.asarray(word, jnp.uint32) for word in (*key, *counter)))
+        assert tuple(map(int, made)) == wanted
 
 
-def test_top_p_keeps_the_fewest_that_reach_p(logits):
-    order = np.argsort(-logits)
-    reached = np.searchsorted(np.cumsum(softmax(logits)[order]), 0.7) + 1
-    drawn = set(draws(Sampling(temperature=1.0, top_p=0.7), logits).tolist())
-    assert 1 < reached < VOCAB // 2 and drawn == set(order[:reached].tolist())
-    for least in (1e-6, 1e-40, 5e-324):  # the last two are 0 where subnormals are flushed, and in float32
-        sampling = Sampling(temperature=1.0, top_p=least)
-        assert set(draws(sampling, logits).tolist()) == {int(order[0])}
-        kept = np.asarray(distribution(jnp.asarray(logits, jnp.float32), sampling))
-        assert kept.sum() == kept[order[0]] == 1
+def test_noise_is_of_seed_position_and_token_alone() -> None:
+    rows = SamplingRows.of([Sampling(1.0, seed=seed) for seed in (5, 5, 6, 5 + 2**32)])
+    one = np.asarray(noise_of(rows, np.array([3, 4, 3, 3], np.int32), VOCAB))
+    assert len({row.tobytes() for row in one}) == 4
+    other = np.asarray(noise_of(rows[:1], np.array([3], np.int32), 2 * VOCAB))
+    np.testing.assert_array_equal(other[0, :VOCAB], one[0])
+    many = np.asarray(noise_of(rows[:1], np.array([0], np.int32), 1_000_000)).astype(np.float64)
+    assert np.isfinite(many).all()
+    cdf = np.exp(-np.exp(-np.sort(many[0])))  # uniform, if it is Gumbel's
+    assert np.abs(cdf - (np.arange(many.size) + 0.5) / many.size).max() < 1.95 / 1000  # Kolmogorov: one in a thousand
 
 
-def test_top_p_that_is_reached_exactly_keeps_no_further_token():
+def draws(how: Sampling, logits: np.ndarray) -> np.ndarray:
+    """MANY draws from the same logits, each at a position of its own."""
+    rows = np.broadcast_to(np.asarray(logits, np.float32), (MANY, len(logits)))
+    packed = SamplingRows.of([how.seeded(0)] * MANY)
+    return np.asarray(sample(rows, packed, np.arange(MANY, dtype=np.int32)).tokens)
+
+
+def test_draws_have_the_distribution_of_the_settings() -> None:
+    """Chi-square of each, at one in a thousand."""
+    logits = np.random.default_rng(3).normal(0, 1, 11)
+    for how, degrees in ((Sampling(0.7), 29.6), (Sampling(1.3, top_k=5), 18.5), (Sampling(1.0, top_p=0.8), 29.6)):
+        scaled = logits / how.temperature
+        chance = softmax(np.where(kept(scaled, how)[0], scaled, -np.inf))
+        seen, some = np.bincount(draws(how, logits), minlength=11), chance > 0
+        assert not seen[~some].any()
+        assert (((seen - MANY * chance) ** 2)[some] / (MANY * chance)[some]).sum() < degrees, how
+
+
+def test_top_p_that_is_reached_exactly_keeps_no_further_token() -> None:
     """Of four equals two reach 1/2: the first ones, in float32 exactly."""
-    for top_p, kept in ((0.25, 1), (0.5, 2), (0.50001, 3), (0.75, 3), (1.0, 4)):
-        chances = np.asarray(distribution(jnp.zeros(4), Sampling(temperature=1.0, top_p=top_p)))
-        assert (chances > 0).tolist() == [i < kept for i in range(4)]
+    for top_p, count in ((1e-40, 1), (0.25, 1), (0.5, 2), (0.50001, 3), (0.75, 3), (1.0, 4)):
+        assert set(draws(Sampling(1.0, top_p=top_p), np.zeros(4)).tolist()) == set(range(count))
+    assert set(draws(Sampling(1.0, min_p=1.0), np.array([0.0, 1, 1, 0.5])).tolist()) == {1, 2}
+    assert set(draws(Sampling(1.0, top_k=2), np.array([0.0, 1, 1, 1])).tolist()) == {1, 2}
 
 
-def test_a_draw_depends_on_its_own_row_only(logits):
-    sampling, keys = Sampling(temperature=1.0), jax.random.split(jax.random.key(1), 3)
-    rows = jnp.asarray(np.stack([logits, logits[::-1], logits * 2]), jnp.float32)
-    position = jnp.array([4, 9, 4], jnp.int32)
-    together = sample(rows, sampling, keys, position)
-    alone = [int(sample(rows[i : i + 1], sampling, keys[i : i + 1], position[i : i + 1])[0]) for i in range(3)]
-    assert together.tolist() == alone
-    at_other_positions = [sample(rows, sampling, keys, position + np.int32(i)).tolist() for i in range(1, 9)]
-    assert any(other != alone for other in at_other_positions)
+def test_a_draw_depends_on_its_own_row_only() -> None:
+    rng = np.random.default_rng(1)
+    logits = rng.normal(0, 2, (5, VOCAB)).astype(np.float32)
+    hows = [Sampling(0.8, seed=1), Sampling(), Sampling(1.0, 4, 0.9, seed=1), Sampling(1.5, min_p=0.1, seed=-3), None]
+    position, packed = np.array([4, 9, 4, 2**30, 0], np.int32), SamplingRows.of(hows)
+    together = sample(logits, packed, position, logprobs=True, top=3)
+    order = np.array([3, 0, 4, 2, 1])
+    shuffled = sample(logits[order], packed[order], position[order], logprobs=True, top=3)
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[order], y), together, shuffled)
+    for i in range(5):
+        each = (x[i : i + 1] for x in (logits, packed, position))
+        alone = sample(*each, logprobs=True, top=3)
+        jax.tree.map(lambda x, y, i=i: np.testing.assert_array_equal(x[i : i + 1], y), together, alone)
 
 
 @pytest.mark.parametrize(
-    ("fields", "name"),
+    "how", [Sampling(1.0, seed=1), Sampling(1.0, 3, 0.5, seed=1), Sampling(1.0, min_p=0.5, seed=1)]
+)
+def test_what_is_not_finite_comes_to_an_end(how) -> None:
+    logits = np.zeros((6, VOCAB), np.float32)
+    logits[0], logits[1, 7], logits[2, 7], logits[3] = -np.inf, np.nan, np.inf, np.inf
+    logits[4, 1:] = -np.inf
+    drawn = np.asarray(sample(logits, SamplingRows.of([how] * 6), np.arange(6, dtype=np.int32)).tokens)
+    assert drawn[[0, 2, 3, 4]].tolist() == [0, 7, 0, 0] and ((drawn >= 0) & (drawn < VOCAB)).all()
+
+
+# Log-probabilities
+
+
+def test_log_probabilities_are_raw() -> None:
+    """Of the logits as they are, whatever is drawn of them, against float64."""
+    rng, vocab = np.random.default_rng(2), 5_000
+    logits = rng.normal(0, 5, (3, vocab)).astype(np.float32)
+    allowed = rng.random((3, vocab)) < 0.5
+    hows = [Sampling(1.0, seed=1), Sampling(0.5, 7, seed=1), Sampling()]
+    drawn = sample(
+        logits,
+        SamplingRows.of(hows),
+        np.arange(3, dtype=np.int32),
+        masks=packed_mask(allowed).view(np.int32),
+        logprobs=True,
+        top=4,
+    )
+    tokens = np.asarray(drawn.tokens)
+    assert allowed[np.arange(3), tokens].all()
+    exact = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum(-1, keepdims=True))
+    np.testing.assert_allclose(drawn.logprobs, exact[np.arange(3), tokens], rtol=1e-6, atol=1e-6)
+    best = np.argsort(-exact, 1, kind="stable")[:, :4]
+    np.testing.assert_array_equal(drawn.top_ids, best)
+    np.testing.assert_allclose(drawn.top_logprobs, np.take_along_axis(exact, best, 1), rtol=1e-6, atol=1e-6)
+    whole = sample(logits[:, :3], top=9)  # more than there are
+    assert whole.top_ids.shape == (3, 3)
+
+
+def test_log_probabilities_have_the_same_bits_in_any_batch() -> None:
+    logits = np.random.default_rng(4).normal(0, 5, (64, 3_001)).astype(np.float32)
+    tokens = np.arange(64, dtype=np.int32) * 40
+    call = jax.jit(log_probabilities, static_argnames="top")
+    want = call(logits, tokens, top=2)
+    blocks = jax.jit(lambda x, t: jax.lax.map(lambda row: log_probabilities(*row, top=2), (x, t)))
+    for rows in (1, 2, 16):
+        cut = (x.reshape(-1, rows, *x.shape[1:]) for x in (logits, tokens))
+        jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y.reshape(x.shape)), want, blocks(*cut))
+    assert call(logits[:2], np.array([-1, 3], np.int32)).logprobs[0] == 0
+
+
+# Settings
+
+
+def test_a_row_is_made_once_a_request() -> None:
+    how = Sampling(0.5, 3, 0.25, 0.125, 2.0, 1.0, -1.0, seed=-1)
+    packed = SamplingRows.of([how, None, how])
+    assert packed.shape == (3, 10) and packed.dtype == np.uint32 and how.row is how.row
+    rows = SamplingRows.unpack(packed, 3)
+    assert [x[0].item() for x in rows] == [0.5, 0.25, 0.125, 2.0, 1.0, -1.0, 3, True, 2**32 - 1, 2**32 - 1]
+    assert [x[1].item() for x in rows] == [0, 1, 0, 1, 0, 0, 0, False, 0, 0]
+    assert how == dataclasses.replace(how) and Sampling(seed=3).seeded(4).seed == 3 and Sampling().seeded(4).seed == 4
+    assert len({derived_seed(seed, i) for seed in (0, 1, 2**63, -(2**63) + 1) for i in range(9)}) == 36
+    with pytest.raises(RequestError, match=r"temperature 0\.5 needs a seed"):
+        SamplingRows.of([Sampling(0.5)])
+    assert SamplingRows.of([]).shape == (0, 10)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
     [
-        ({"temperature": -0.1}, "temperature"),
-        ({"temperature": float("nan")}, "temperature"),
-        ({"temperature": float("inf")}, "temperature"),
-        ({"temperature": 1e-45}, "temperature"),
-        ({"temperature": "1"}, "temperature"),
-        ({"top_k": -1}, "top_k"),
-        ({"top_k": 1.0}, "top_k"),
-        ({"top_p": None}, "top_p"),
-        ({"top_p": 0.0}, "top_p"),
-        ({"top_p": 1.5}, "top_p"),
+        ("temperature", [-0.1, float("nan"), float("inf"), 1e-45, "1", True, None]),
+        ("top_k", [-1, 1.0, None, True]),
+        ("top_p", [None, 0.0, 1.5, float("nan")]),
+        ("min_p", [-0.1, 1.1, float("nan"), "0"]),
+        ("repetition_penalty", [0.0, -1.0, float("inf"), float("nan"), None]),
+        ("presence_penalty", [2.5, -2.5, float("nan"), "1"]),
+        ("frequency_penalty", [2.5, -2.5, float("nan"), None]),
+        ("seed", [1.5, 2**64, -(2**63) - 1, True]),
     ],
 )
-def test_impossible_settings_are_named(fields, name):
-    with pytest.raises(RequestError, match=name):
-        Sampling(**fields)
+def test_impossible_settings_are_named(name, wrong) -> None:
+    for value in wrong:
+        with pytest.raises(RequestError, match=name):
+            Sampling(**{name: value})
 
 
-def test_randomness_needs_keys():
-    with pytest.raises(RequestError, match="needs keys"):
-        sample(jnp.zeros((1, 3)), Sampling(temperature=1.0))
+def test_masks_and_counts_that_do_not_fit() -> None:
+    logits, packed, at = np.zeros((2, VOCAB), np.float32), SamplingRows.of([Sampling()] * 2), np.zeros(2, np.int32)
+    call = functools.partial(samplers.sample, logits, packed, at)
+    for masks in (np.zeros((2, 1), np.uint32), np.zeros((1, WORDS), np.uint32), np.zeros((2, WORDS), np.float32)):
+        with pytest.raises(ShapeError, match=r"masks are .*, expected uint32\[2, 2\]"):
+            call(masks=masks)
+    with pytest.raises(ShapeError, match=r"counts are int32\[1, 37\], expected int32\[2, 37\]"):
+        call(counts=np.zeros((1, VOCAB), np.int32))
+    with pytest.raises(ShapeError, match=r"sampling is uint32\[1, 10\], expected uint32\[2, 10\]"):
+        samplers.sample(logits, packed[:1], at)
+    with pytest.raises(RequestError, match="needs the positions"):
+        samplers.sample(logits, packed)
+    with pytest.raises(RequestError, match="counts are of penalties"):
+        samplers.sample(logits, counts=np.zeros((2, VOCAB), np.int32))
+
+
+def test_a_mask_is_checked_on_the_host() -> None:
+    last = np.zeros(WORDS, np.int32)
+    last[-1] = 1 << 4
+    assert check_mask(last, VOCAB).dtype == np.uint32
+    for wrong in (np.zeros(WORDS + 1, np.uint32), np.zeros((1, WORDS), np.uint32), np.zeros(WORDS), None, "all"):
+        with pytest.raises(RequestError, match=r"a mask is .*, expected uint32\[2\] for 37 tokens"):
+            check_mask(wrong, VOCAB)
+    beyond = np.zeros(WORDS, np.uint32)
+    beyond[-1] = 0xFFFFFFE0  # tokens that there are not
+    for nothing in (np.zeros(WORDS, np.int32), beyond):
+        with pytest.raises(RequestError, match="allows none of the 37 tokens"):
+            check_mask(nothing, VOCAB)
+    assert check_mask(np.array([1 << 31], np.uint32), 32)[0] == 1 << 31

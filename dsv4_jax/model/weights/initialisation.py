@@ -15,7 +15,6 @@ from ...checks import check_integer
 from ...config import DSV4Config
 from ...errors import ConfigError
 from ...formats.weights import WeightFormat
-from ..sampling import seed_key
 from .deferred import Deferred, Progress, make
 from .names import MTP
 from .packing import pack_layers
@@ -93,7 +92,7 @@ def _width(name: str, shape: tuple[int, ...]) -> float:
 
 def _on_device(cfg: DSV4Config, seed: int) -> Callable[[tuple[Any, ...], Any], Any]:
     """Returns what makes a leaf on its device; small ones come from the host, so that nothing is compiled for them."""
-    key, count = seed_key(seed), iter(range(2**31))
+    key, count = _seed_key(seed), iter(range(2**31))
 
     def leaf(path: tuple[Any, ...], spec: Any) -> Any:
         number, name = next(count), path[-1].key
@@ -143,3 +142,10 @@ def _normal(key: jax.Array, wide: jax.Array, shape: tuple[int, ...], dtype: Any)
 def _matrix(key: jax.Array, fmt: WeightFormat, rows: int, columns: int) -> tuple[jax.Array, ...]:
     """Returns the parts of one random matrix."""
     return fmt.codec.draw(key, rows, columns)
+
+
+def _seed_key(seed: int) -> jax.Array:
+    """The random key of a seed of 64 bits: jax takes 32 of them, or all with `jax_enable_x64`."""
+    low, high = (np.uint32(seed >> shift & 0xFFFFFFFF) for shift in (0, 32))
+    key = jax.random.key(low)
+    return jax.random.fold_in(key, high) if high else key
