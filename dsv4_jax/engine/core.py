@@ -505,9 +505,8 @@ class Core:
                 prefills = not (job.out or job.ahead)
                 samples = start + count >= len(request.tokens)
                 text = request.tokens if job.fresh and samples else None
-                rows[shard].append(
-                    Row(job.prompt, job.sampling, job.seed, request.slot, count, prefills, samples, more, text)
-                )
+                how = job.prompt, job.sampling, job.seed, request.slot
+                rows[shard].append(Row(*how, count, prefills, samples, more, text))
                 job.fresh = job.fresh and not samples
                 sent[shard].append((job, count, more, samples))
                 at += count + more

@@ -184,9 +184,7 @@ class DeviceExecutor:
                 if row.text is not None and row.sampling is not None and row.sampling.penalised:
                     known = len(row.prompt.tokens)
                     counts = token_counts(row.text[:known], row.text[known:], vocab)
-                    self._counts = _put_row(
-                        self._counts, shard * (self.cache.slot_units // self.shards) + row.slot, counts
-                    )
+                    self._counts = _put_row(self._counts, shard * slots + row.slot, counts)
         return [self._counts]
 
     def move(self, transfers: Sequence[Transfers]) -> None:

@@ -141,7 +141,8 @@ def generate(
         for turn in drive(core, executor):
             step = _brought(turn, drawn)
             if on_step is not None:
-                for index in on_step(step) or ():
+                also = on_step(step)
+                for index in also if also is not None else ():
                     core.abort(int(index))
                 core.drain()
     finally:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import math
 import struct
 from collections.abc import Iterable
@@ -37,7 +36,6 @@ __all__ = [
     "SamplingRows",
     "check_mask",
     "counted",
-    "derived_seed",
     "log_probabilities",
     "mask_words",
     "noise",
@@ -327,12 +325,6 @@ def noise(rows: SamplingRows, position: jax.Array, vocab: int) -> jax.Array:
     share = high.astype(jnp.float32) * np.float32(2**-32) + low.astype(jnp.float32) * np.float32(2.0**-64)
     share = jnp.clip(share, np.float32(2.0**-65), np.float32(1 - 2**-24))
     return -jnp.log(-jnp.log1p(-share))
-
-
-def derived_seed(seed: int, index: int) -> int:
-    """Returns a seed of 64 bits for each index: of one request among several, or of one of its n answers."""
-    digest = hashlib.blake2b(struct.pack("<QQ", seed & (2**64 - 1), index), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
 
 
 def token_counts(prompt: Any, output: Any, vocab: int) -> np.ndarray:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from dsv4_jax.errors import RequestError, ShapeError
 from dsv4_jax.model import Sampling, SamplingRows
 from dsv4_jax.model import sampling as samplers
-from dsv4_jax.model.sampling import IN_PROMPT, check_mask, derived_seed, log_probabilities, noise, token_counts
+from dsv4_jax.model.sampling import IN_PROMPT, check_mask, log_probabilities, noise, token_counts
 
 VOCAB, MANY = 37, 4000
 WORDS = samplers.mask_words(VOCAB)
