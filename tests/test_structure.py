@@ -30,6 +30,7 @@ LAYERS = (
     ("transports",),
     ("model.weights",),
     ("model",),
+    ("engine",),
     ("testing", "bench", "weights"),
     ("cli", "__init__", "__main__"),
 )

@@ -140,7 +140,7 @@ def load(
     drafts: int = 0,
     mesh: Mesh | None = None,
     weights_id: Any = None,
-    progress: Callable[[int, int], object] | None = None,
+    progress: Callable[[int, int], None] | None = None,
     **options: Any,
 ) -> tuple[Core, DeviceExecutor]:
     """Makes the parts of an `Engine` from a checkpoint's folder.

@@ -39,7 +39,7 @@ from .executor import Drawn, Row, Shapes, Work
 from .job import Job, JobState
 from .prompt import Output, Prompt, derived_seed
 
-__all__ = ["Core", "Limits", "Storage"]
+__all__ = ["Core", "Limits", "Storage", "shapes_of"]
 
 
 class Storage(Protocol):
@@ -402,7 +402,7 @@ class Core:
             return [0]
         prompt = job.prompt
         if prompt.arrival is not None:
-            return [self.managers.index(prompt.arrival.manager)]
+            return [i for i, manager in enumerate(self.managers) if manager is prompt.arrival.manager]
         cached = [_cached(manager, prompt) for manager in self.managers]
         home = job.shard if job.fetch is not None else -1
         return sorted(range(len(cached)), key=lambda shard: (-cached[shard], shard != home, len(self._live[shard])))
@@ -510,8 +510,8 @@ class Core:
                 job.fresh = job.fresh and not samples
                 sent[shard].append((job, count, more, samples))
                 at += count + more
-            wanted = [(job.request, count + more) for (job, count), more in zip(pairs, drafts[shard], strict=True)]
-            plans.append(manager.plan_step(wanted, steps=steps, shape=shape))
+            planned: Any = [(job.request, n + more) for (job, n), more in zip(pairs, drafts[shard], strict=True)]
+            plans.append(manager.plan_step(planned, steps=steps, shape=shape))
             tokens[shard] = manager.plan_tokens(plans[-1], unknown=-1)
             transfers.append(manager.take_transfers())
         for live in self._live:

@@ -29,7 +29,7 @@ from ..tiers.transfers import run_transfers, stack_transfers
 from .executor import Drawn, Shapes, Work
 from .prompt import Prompt
 
-__all__ = ["DeviceExecutor"]
+__all__ = ["DeviceExecutor", "Renew", "check_drafts"]
 
 MAX_TOP = 20  # likeliest tokens of a place that an answer may come with
 

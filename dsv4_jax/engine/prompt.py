@@ -15,7 +15,7 @@ from ..errors import RequestError
 from ..manager import Arrival, MediaItem, Namespace
 from ..manager.prefix.token_ids import token_ids
 
-__all__ = ["Completion", "Mask", "Output", "Prompt"]
+__all__ = ["Completion", "Mask", "Output", "Prompt", "derived_seed", "stop_ids"]
 
 # Fills the row [ceil(vocab / 32)] uint32 with the tokens that may come after these ids: bit i % 32 of word i // 32.
 Mask = Callable[[Sequence[int], np.ndarray], object]

@@ -13,7 +13,7 @@ from ..manager.transfers import Transfers
 from .executor import Drawn, Shapes, Work
 from .prompt import Prompt
 
-__all__ = ["Recorded", "ShadowExecutor", "shadow_token"]
+__all__ = ["Recorded", "ShadowExecutor", "answer_of", "shadow_token"]
 
 
 def shadow_token(seed: int, position: int, last: int, vocab_size: int) -> int:

@@ -5,7 +5,7 @@ jitted step does, `draft_steps.py` how the MTP layer drafts and a step verifies.
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..former_names import former_name
 from .attention import index_qat_default
@@ -21,6 +21,9 @@ from .weights.placement import device_bytes, shard_params
 from .weights.saving import save_hf
 from .weights.split import Split
 from .weights.stacking import stack_projections
+
+if TYPE_CHECKING:
+    from ..engine.generate import generate as generate
 
 __all__ = [
     "GPU_DECODE_OPTIONS",

@@ -18,6 +18,7 @@ import threading
 
 import numpy as np
 import pytest
+from dsv4_jax.model.generate import StepOutput
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -26,7 +27,6 @@ from dsv4_jax.bench import measure
 from dsv4_jax.cli import main, printing
 from dsv4_jax.cli.options import EXIT_STATUS
 from dsv4_jax.cli.printing import present
-from dsv4_jax.model.generate import StepOutput
 
 ODD = (
     "", " ", "\t", "-", "--", "-1", "-0", "0", "+1", "1e400", "1e-400", "nan", "-nan", "inf", "-inf", "1_000", "0.1_5",

@@ -8,6 +8,7 @@ import pathlib
 
 import numpy as np
 import pytest
+from dsv4_jax.model.generate import StepOutput
 
 from dsv4_jax import CacheLayout, DSV4Config, init_cache, model
 from dsv4_jax.cli import generate as command
@@ -17,7 +18,6 @@ from dsv4_jax.cli.prompts import given_prompts
 from dsv4_jax.config import AttentionType
 from dsv4_jax.errors import OptionError
 from dsv4_jax.manager import KVCacheManager
-from dsv4_jax.model.generate import StepOutput
 from dsv4_jax.text import save_byte_tokenizer
 
 from ..model import released

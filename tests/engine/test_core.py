@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax.engine import Core, Limits, Prompt, shapes_of
+from dsv4_jax.engine.prompt import derived_seed
 from dsv4_jax.errors import ContextLimitError, EngineError, PlanError, QueueFullError, RequestError
 from dsv4_jax.manager import Namespace
 
@@ -242,6 +243,10 @@ def test_refusals_change_nothing():
 def test_a_prompt_is_checked_when_it_is_made(name, value):
     with pytest.raises(RequestError, match=name.rstrip("s")):
         Prompt(**{"tokens": [1]} | {name: value})
+
+
+def test_each_sample_has_a_seed_of_its_own():
+    assert len({derived_seed(seed, i) for seed in (0, 1, 2**63, -(2**63) + 1) for i in range(9)}) == 36
 
 
 def test_a_prompt_is_a_copy():

@@ -92,7 +92,9 @@ def test_the_next_step_is_sent_before_the_last_is_read(params, greedy):
     drawn, _ = model.generate(params, init_cache(LAYOUT, SIZE), manager, PROMPTS[:2], on_step=note, **options)
     assert drawn == [tokens[: tokens.index(stop)] if stop in tokens else tokens for tokens in greedy[:2]]
     ahead = [count - i for i, (_, count) in enumerate(planned, 1)]
-    assert ahead[:-1] == [1] * len(ahead[:-1]) and ahead[-1] == 0, "what is known to be a request's last token is waited for"
+    assert ahead[:-1] == [1] * len(ahead[:-1]) and ahead[-1] == 0, (
+        "what is known to be a request's last token is waited for"
+    )
 
 
 def test_what_interrupts_the_manager_is_what_a_caller_sees(params, monkeypatch):

@@ -283,7 +283,6 @@ def test_a_row_is_made_once_a_request() -> None:
     assert [x[0].item() for x in rows] == [0.5, 0.25, 0.125, 2.0, 1.0, -1.0, 3, True, 2**32 - 1, 2**32 - 1]
     assert [x[1].item() for x in rows] == [0, 1, 0, 1, 0, 0, 0, False, 0, 0]
     assert how == dataclasses.replace(how) and Sampling(seed=3).seeded(4).seed == 3 and Sampling().seeded(4).seed == 4
-    assert len({derived_seed(seed, i) for seed in (0, 1, 2**63, -(2**63) + 1) for i in range(9)}) == 36
     with pytest.raises(RequestError, match=r"temperature 0\.5 needs a seed"):
         SamplingRows.of([Sampling(0.5)])
     assert SamplingRows.of([]).shape == (0, 10)
