@@ -7,12 +7,15 @@ import statistics
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..text import TextStream, Tokenizer
 from .printing import Progress
 from .prompts import Prompt
 from .values import short
+
+if TYPE_CHECKING:
+    from ..engine import Output
 
 __all__ = ["Answer", "AnswerPrinter", "Speed"]
 
@@ -26,6 +29,7 @@ class Answer:
     Attributes:
         tokens: the ids; with a stop string, those that spelt it are the last.
         text: what of it can be shown so far; None: the prompt was given as ids.
+        logprobs, top: of the ids, if they were asked for.
         end: why nothing more is sampled: "stop" (a token or string), "length"; None while it goes on.
         first_token_s: seconds after the start when its first token was there.
     """
@@ -36,7 +40,14 @@ class Answer:
         self._stream = TextStream(tokenizer, stops) if tokenizer is not None and prompt.text is not None else None
         self.text = "" if self._stream else None
         self.end: str | None = None
+        self.logprobs: list[float] = []
+        self.top: list[Any] = []
         self.first_token_s: float | None = None
+
+    def take(self, output: Output) -> None:
+        """Takes what an output says beside its tokens."""
+        self.logprobs += output.logprobs
+        self.top += [dict(zip(map(str, ids), values, strict=True)) for ids, values in output.top]
 
     def add(self, tokens: Sequence[int], ended: bool, seconds: float) -> str:
         """Takes newly sampled tokens and returns what they add to what is shown.
@@ -71,7 +82,12 @@ class Answer:
         return ",".join(map(str, self.tokens)) if self.text is None else self.text
 
     def as_dict(self) -> dict[str, Any]:
-        return {
+        more: dict[str, Any] = {}
+        if self.logprobs:
+            more["logprobs"] = self.logprobs[: len(self.tokens)]
+        if self.top:
+            more["top"] = self.top[: len(self.tokens)]
+        return more | {
             "prompt": self.prompt.text,
             "prompt_tokens": len(self.prompt.tokens),
             "tokens": self.tokens,

@@ -1,23 +1,31 @@
-"""The model, the cache and the manager behind `generate`, and how large the cache is that a list of prompts needs."""
+"""The engine behind `generate`: how large its cache is, where what it computed is kept, and its loop."""
 
 from __future__ import annotations
 
-import math
+import contextlib
+import hashlib
+import pathlib
 from collections import Counter
-from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..capacity import largest_fitting
 from ..errors import OptionError
 from ..layout import CacheLayout, CacheSize
-from ..manager import CachePolicy, KVCacheManager, SnapshotPlacement
+from ..manager import CachePolicy, SnapshotPlacement, WritePolicy
+from ..records import block_record, snapshot_record
 from .answers import Answer, AnswerPrinter, Speed
 from .options import naming
 from .printing import Progress, human
 
-__all__ = ["DeviceMemory", "Engine", "choose_size", "shared_tokens"]
+if TYPE_CHECKING:
+    from ..engine import Core, Executor
+    from ..stores import AsyncStore
+
+__all__ = ["DeviceMemory", "answer", "cache_policy", "choose_size", "open_stores", "shares_a_block", "weights_name"]
 
 _SPARE = 0.1  # of what the weights leave: for what a step computes with
+_RECORDS = 1 << 16  # that each store keeps at most
 
 
 class DeviceMemory(NamedTuple):
@@ -37,103 +45,117 @@ def choose_size(
     needs: Sequence[int],
     high: int,
     memory: DeviceMemory,
+    most: int | None = None,
     *,
     snapshots: bool = False,
     ranks: int = 1,
 ) -> CacheSize:
-    """The cache in which up to `high` requests run at once, fewer if there is no memory for so many.
+    """The cache in which up to `high` requests run at once, fewer if there is no memory for half of their blocks.
+
+    Half: they do not reach their ends at once, and one that finds no blocks waits for those of another.
 
     Args:
         needs: tokens of each request.
+        memory: of the device.
+        most: bytes that the cache may take at most; None: what the weights leave.
         snapshots: states are kept, one for each request and one more.
         ranks: devices that share each request's blocks, each with this memory.
 
     Raises:
         OptionError: not even one request fits.
     """
+    free = memory.free if most is None else min(memory.free, most)
     blocks = sorted((layout.blocks_for(need) for need in needs), reverse=True)
 
-    def size(slots: int) -> CacheSize:
-        each = sum(-(-count // ranks) for count in blocks[:slots])
+    def size(slots: int, share: float = 1.0) -> CacheSize:
+        whole = sum(-(-count // ranks) for count in blocks[:slots])
+        each = max(int(whole * share), -(-blocks[0] // ranks))
         return CacheSize(each, slots, blocks[0], slots + 1 if snapshots else 0, pool_ranks=ranks)
 
-    fitting = largest_fitting(lambda slots: layout.total_bytes(size(slots)) <= memory.free, high)
+    fitting = largest_fitting(lambda slots: layout.total_bytes(size(slots, 0.5)) <= free, high)
     if not fitting:
+        named = "" if most is None else "--cache-memory, "
         raise OptionError(
-            f"--max-new-tokens: a cache for {max(needs)} tokens, prompt included, takes "
-            f"{human(layout.total_bytes(size(1)))}, the device has {human(max(memory.free, 0))} for it beside "
+            f"{named}--max-new-tokens: a cache for {max(needs)} tokens, prompt included, takes "
+            f"{human(layout.total_bytes(size(1)))}, the device has {human(max(free, 0))} for it beside "
             f"{human(memory.weights)} of weights"
         )
+    share = largest_fitting(lambda part: layout.total_bytes(size(fitting, part / 64)) <= free, 64)
     with naming("--max-batch"):
         layout.check_size(size(fitting))
-    return size(fitting)
+    return size(fitting, max(share, 32) / 64)
 
 
-def shared_tokens(prompts: Sequence[Sequence[int]], block_tokens: int) -> int | None:
-    """Tokens, in whole blocks, with which all prompts begin, one at least left to compute.
-
-    None: no two prompts have their first block in common: nothing to find in a cache.
-    """
+def shares_a_block(prompts: Sequence[Sequence[int]], block_tokens: int) -> bool:
+    """Whether two prompts have their first block in common, and a token behind it: something to find in a cache."""
     firsts = Counter(tuple(prompt[:block_tokens]) for prompt in prompts if len(prompt) > block_tokens)
-    if max(firsts.values(), default=0) < 2:
-        return None
-    shortest = min(len(prompt) - 1 for prompt in prompts)
-    same = next((i for i in range(shortest) if len({prompt[i] for prompt in prompts}) > 1), shortest)
-    return math.floor(same / block_tokens) * block_tokens
+    return max(firsts.values(), default=0) > 1
 
 
-class Engine:
-    """The model, a cache of the right size and its managers, one for each data shard of a mesh."""
+def cache_policy(*, stored: bool) -> CachePolicy:
+    """What stays cached of prompts that are all there from the start; `stored`: it goes on to the host at once."""
+    placement = SnapshotPlacement(end_of_output=False, doubling=None)
+    return CachePolicy(WritePolicy.write_through(), placement) if stored else CachePolicy(snapshots=placement)
 
-    def __init__(
-        self, params: Any, layout: CacheLayout, size: CacheSize, keeps: bool, options: dict[str, Any], mesh: Any = None
-    ):
-        from ..cache import init_cache
-        from ..model.weights.split import TENSOR
-        from ..sharding import cache_sharding
 
-        policy = CachePolicy(snapshots=SnapshotPlacement(end_of_output=False, doubling=None)) if keeps else None
-        self._params, self._options = params, options
-        shards = 1 if mesh is None else mesh.shape["data"]
-        self._managers = [KVCacheManager(layout, size, policy=policy) for _ in range(shards)]
-        pool = TENSOR if size.pool_ranks > 1 else None
-        placed = None if mesh is None else cache_sharding(layout, mesh, pool_axis=pool)
-        self._cache = init_cache(layout, size, sharding=placed)
+def weights_name(checkpoint: pathlib.Path, form: str) -> str:
+    """Names the weights for what outlives this process: by the names, sizes and times of a checkpoint's files."""
+    digest = hashlib.sha256(form.encode())
+    for file in sorted(checkpoint.iterdir()):
+        if file.suffix in (".safetensors", ".json"):
+            facts = file.stat()
+            digest.update(f"{file.name} {facts.st_size} {facts.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
 
-    def compile(self, longest: int) -> None:
-        """Runs every executable once: so what is timed afterwards compiles nothing.
 
-        Args:
-            longest: tokens of the longest prompt. One alone is decoded without a step for prompts.
-        """
-        new = min(self._options["max_new_tokens"], 2)
-        self._generate([[0] * min(longest, 2)], max_new_tokens=new, stop_tokens=())
+@contextlib.contextmanager
+def open_stores(folder: pathlib.Path | None, layout: CacheLayout) -> Iterator[tuple[AsyncStore, AsyncStore] | None]:
+    """The stores of blocks and snapshots in a folder; None where none is given. Raises `OptionError`."""
+    if folder is None:
+        yield None
+        return
+    from ..stores import AsyncStore
+    from ..stores.slab import SlabStore
 
-    def remember(self, tokens: list[int], speed: Speed) -> None:
-        """Computes what prompts begin with, in every shard: all but the last token stays cached."""
-        self._generate(
-            [tokens] * len(self._managers),
-            max_new_tokens=1,
-            on_step=lambda step: speed.note(step.fed, 0, 0) and None,
+    with contextlib.ExitStack() as opened, naming("--store"):
+        folder.mkdir(parents=True, exist_ok=True)
+        kinds = (
+            ("blocks", block_record(layout).bytes, layout.block_fingerprint),
+            ("states", snapshot_record(layout).bytes, layout.snapshot_fingerprint),
         )
+        stores = []
+        for name, size, fingerprint in kinds:
+            slab = SlabStore(
+                folder / f"{name}.slab",
+                record_bytes=size,
+                max_records=_RECORDS,
+                fingerprint=fingerprint,
+                preallocate=False,
+            )
+            stores.append(opened.enter_context(AsyncStore(slab)))
+        yield stores[0], stores[1]
 
-    def answer(self, answers: list[Answer], printer: AnswerPrinter, progress: Progress, speed: Speed) -> None:
-        def take(output: Any) -> Collection[int]:
-            seconds = speed.note(output.fed, sum(map(len, output.tokens.values())), len(output.tokens))
-            for index, tokens in output.tokens.items():
-                piece = answers[index].add(tokens, index in output.ended, seconds)
-                printer.show(index, piece)
-                progress.advance(len(tokens))
-            return [index for index in output.tokens if answers[index].end]
 
-        self._generate([answer.prompt.tokens for answer in answers], on_step=take)
+def answer(
+    core: Core, executor: Executor, answers: Sequence[Answer], printer: AnswerPrinter, progress: Progress
+) -> Speed:
+    """Answers all prompts that the core was given, whose ids are their places. Returns how fast it was."""
+    from ..engine import drive
 
-    @property
-    def found_tokens(self) -> int:
-        """Tokens of prompts that were found in the cache."""
-        return sum(sum(m.stats().cache.counters.hit_tokens.values()) for m in self._managers)
-
-    def _generate(self, prompts: list[list[int]], **options: Any) -> None:
-        from .. import model
-
-        _, self._cache = model.generate(self._params, self._cache, self._managers, prompts, **self._options | options)
+    speed = Speed()
+    for turn in drive(core, executor):
+        new = [output for output in turn.outputs if output.tokens]
+        seconds = speed.note(turn.fed, sum(len(output.tokens) for output in new), len(new))
+        for output in turn.outputs:
+            if output.error is not None:
+                raise output.error
+            index: Any = output.id
+            if answers[index].end:  # a stop string has ended it
+                continue
+            answers[index].take(output)
+            piece = answers[index].add(output.tokens, output.finish is not None, seconds)
+            printer.show(index, piece)
+            progress.advance(len(output.tokens))
+            if answers[index].end and output.finish is None:
+                core.abort(index)
+    return speed

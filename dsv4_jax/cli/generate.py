@@ -6,13 +6,13 @@ import argparse
 import time
 from typing import Any
 
-from ..capacity import device_limit
+from ..capacity import device_limit, plan_host_capacity
 from ..config import DSV4Config
 from ..errors import OptionError
 from ..hf_config import check_drafts, read_hf
 from ..text import Tokenizer, stop_tokens_of
-from .answers import Answer, AnswerPrinter, Speed
-from .engine import DeviceMemory, Engine, choose_size, shared_tokens
+from .answers import Answer, AnswerPrinter
+from .engine import DeviceMemory, answer, cache_policy, choose_size, open_stores, shares_a_block, weights_name
 from .models import add_weights, check, devices_that_hold, load, weight_bytes
 from .options import (
     LATENCY_REQUESTS,
@@ -31,7 +31,7 @@ from .options import (
 )
 from .printing import Progress, human, present, say
 from .prompts import Prompt, add_prompts, encode, given_prompts, open_tokenizer, token_ids
-from .values import given_path, natural, number, positive
+from .values import byte_count, given_path, natural, number, positive
 
 __all__ = ["add_parser", "run"]
 
@@ -43,10 +43,13 @@ _EXAMPLES = """
       a prompt a line, 16 side by side; each answer is printed when it is complete
   dsv4-jax generate --checkpoint DIR --prompt 'Once upon a time' --drafts 1    several tokens a step, the same text
   dsv4-jax generate --checkpoint DIR --prompt 'Once upon a time' --devices 2   heads and experts over two devices
+  dsv4-jax generate --checkpoint DIR --prompt-file questions.txt --host-memory 8GiB --store cache/
+      what was computed of these prompts is found again, now and in the next run
   dsv4-jax generate --checkpoint DIR --tokens 1,2,3 --stop-tokens none       ids in, ids out: needs no tokenizer
 """
 _MIN_CHUNK, _MAX_CHUNK = 64, 2048
-_SAMPLING = {"temperature": "--temperature", "top_k": "--top-k", "top_p": "--top-p"}
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+_SAMPLING = {name: f"--{name.replace('_', '-')}" for name in ("temperature", "top_k", "top_p", "min_p", *_PENALTIES)}
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -58,6 +61,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     option(sampling, "--temperature", number, "X", "0: always the likeliest token (default)", default=0.0)
     option(sampling, "--top-k", natural, "K", "of the K likeliest only (default: all)", default=0)
     option(sampling, "--top-p", number, "P", "of the fewest that reach P", default=1.0)
+    option(sampling, "--min-p", number, "P", "of those with this share of the likeliest one's chance", default=0.0)
+    option(sampling, "--repetition-penalty", number, "X", "of tokens in prompt or answer (1: none)", default=1.0)
+    option(sampling, "--presence-penalty", number, "X", "of tokens in the answer, once", default=0.0)
+    option(sampling, "--frequency-penalty", number, "X", "of tokens in the answer, as often as there", default=0.0)
+    option(sampling, "--logprobs", natural, "N", "report log-probabilities (--json), and those of the N likeliest")
     option(sampling, "--seed", natural, "N", "of the samples (default: 0)", default=0)
     stops = "end before one of these; none (default: the checkpoint's)"
     option(sampling, "--stop-tokens", _stop_tokens, "IDS", stops)
@@ -73,6 +81,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     option(steps, "--drafts", natural, "N", drafts, dest="draft_tokens", choices=range(4), default=0)
     cached = "compute what prompts begin with once (default: if some begin with the same block)"
     steps.add_argument("--prefix-caching", action=argparse.BooleanOptionalAction, default=None, help=cached)
+    option(steps, "--cache-memory", byte_count, "SIZE", "bytes of each device for the cache (default: what is needed)")
+    option(steps, "--host-memory", byte_count, "SIZE", "of this machine, for what the cache has no room for", default=0)
+    kept = "keep what prompts have computed in this folder, and look there first (needs --host-memory)"
+    option(steps, "--store", given_path, "DIR", kept)
     option(steps, "--devices", positive, "N", "to run on, 1, 2, 4 or 8", default=1)
     tensor = "of them, have the same prompts and share the heads; the others have prompts of their own"
     latency = f"(default: all up to {LATENCY_REQUESTS} prompts side by side, else 1)"
@@ -86,6 +98,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from ..engine import Limits
+    from ..engine import Prompt as Asked
+    from ..engine.build import build
     from ..ops.exchange_buffers import open_exchanges
 
     refuse_same({"--prompt-file": args.prompt_file, "--json": args.json})
@@ -109,12 +124,21 @@ def run(args: argparse.Namespace) -> int:
     options = _options(args, cfg, prompts, shards)
     check(args.checkpoint, cfg, form, mtp=mtp)
     memory = _memory(args, cfg, form, tensor)
-    shared = shared_tokens([prompt.tokens for prompt in prompts], layout.block_tokens)
-    keeps = shared is not None if args.prefix_caching is None else args.prefix_caching
+    keeps = args.prefix_caching
+    if keeps is None:
+        keeps = args.store is not None or shares_a_block([prompt.tokens for prompt in prompts], layout.block_tokens)
+    if args.store is not None and not (keeps and args.host_memory):
+        raise OptionError("--store: what is kept goes there from --host-memory, and by --prefix-caching")
+    if args.host_memory:
+        if not keeps:
+            raise OptionError("--host-memory: without --prefix-caching nothing is kept")
+        with naming(fields={"host_bytes": "--host-memory"}):
+            plan_host_capacity(layout, args.host_memory // shards)
     high = min(-(-side_by_side // shards), options["chunk_tokens"] // (1 + args.draft_tokens))
     steps = options["decode_steps"]
     needs = _needs(prompts, args.max_new_tokens, steps * (1 + args.draft_tokens) - 1, cfg)
-    size = choose_size(layout, needs, high, memory, snapshots=keeps, ranks=tensor if args.pool else 1)
+    ranks = tensor if args.pool else 1
+    size = choose_size(layout, needs, high, memory, args.cache_memory, snapshots=keeps, ranks=ranks)
 
     if args.chat == "think" and tokenizer:
         say(f"--chat think: {tokenizer.effort}")
@@ -123,21 +147,38 @@ def run(args: argparse.Namespace) -> int:
     cfg, params = load(args.checkpoint, form, mtp=mtp, mesh=mesh)
     loaded = time.perf_counter()
     answers = [Answer(prompt, tokenizer, args.stop, args.max_new_tokens) for prompt in prompts]
-    with open_exchanges(mesh) as exchanges:
-        engine = Engine(params, layout, size, keeps, options | {"exchanges": exchanges}, mesh)
+    with open_exchanges(mesh) as exchanges, open_stores(args.store, layout) as stores:
+        core, executor = build(
+            params,
+            layout,
+            size,
+            host=args.host_memory,
+            stores=stores,
+            policy=cache_policy(stored=stores is not None) if keeps else None,
+            weights_id=weights_name(args.checkpoint, form) if stores is not None else None,
+            mesh=mesh,
+            pool=args.pool,
+            exchanges=exchanges,
+            limits=Limits(queued=len(prompts)),
+            top=args.logprobs or 0,
+            **{name: options[name] for name in ("chunk_tokens", "decode_steps", "drafts", "seed", "implementation")},
+        )
         with Progress("compiling"):
-            engine.compile(max(len(prompt.tokens) for prompt in prompts))
-        compiled, speed = time.perf_counter(), Speed()
+            for work in core.warm_up(prompts=any(len(prompt.tokens) > 1 for prompt in prompts)):
+                executor.send(work).get()
+        compiled = time.perf_counter()
+        for i, prompt in enumerate(prompts):
+            one = dict(sampling=options["sampling"], stop_tokens=options["stop_tokens"], logprobs=args.logprobs)
+            core.add(Asked(tokens=prompt.tokens, max_new_tokens=args.max_new_tokens, id=i, **one), time.monotonic())
         with Progress("tokens", args.max_new_tokens * len(prompts)) as progress:
             printer = AnswerPrinter(answers, progress, silent=args.json == "-")
             try:
-                if shared and keeps:
-                    engine.remember(prompts[0].tokens[: shared + 1], speed)
-                engine.answer(answers, printer, progress, speed)
+                speed = answer(core, executor, answers, printer, progress)
             except KeyboardInterrupt:
                 printer.show_rest()
                 raise
-    cached = engine.found_tokens
+        executor.drain()
+    cached = core.counts["cached_tokens"]
     say(speed.in_words(answers, cached, mtp and steps == 1))
     report = {
         "checkpoint": str(args.checkpoint),
@@ -157,6 +198,8 @@ def run(args: argparse.Namespace) -> int:
         "compile_s": compiled - loaded,
         **speed.as_dict(),
         "cached_tokens": cached,
+        "host_memory": args.host_memory,
+        "preemptions": core.counts["preemptions"],
         "answers": [answer.as_dict() for answer in answers],
     }
     present(report, args.json, lambda console: None)
@@ -203,7 +246,7 @@ def _mesh(shards: int, tensor: int) -> Any:
 
 
 def _options(args: argparse.Namespace, cfg: DSV4Config, prompts: list[Prompt], shards: int) -> dict[str, Any]:
-    """The options of `model.generate` that the command line says. Raises `OptionError`."""
+    """The options of the engine and its prompts that the command line says. Raises `OptionError`."""
     from ..model import Sampling
 
     drafts = args.draft_tokens
@@ -212,7 +255,7 @@ def _options(args: argparse.Namespace, cfg: DSV4Config, prompts: list[Prompt], s
     if drafts and (args.chunk or _MAX_CHUNK) <= drafts:
         raise OptionError(f"--chunk: a token and its {drafts} drafts are {1 + drafts}, got {args.chunk}")
     with naming(fields=_SAMPLING):
-        sampling = Sampling(args.temperature, args.top_k, args.top_p)
+        sampling = Sampling(**{name: getattr(args, name) for name in _SAMPLING})
     with naming("--stop-tokens"):
         stops = stop_tokens_of(args.checkpoint) if args.stop_tokens is None else args.stop_tokens
     total = -(-sum(len(prompt.tokens) for prompt in prompts) // shards)

@@ -223,16 +223,22 @@ class Core:
         else:
             heapq.heappush(self._queue.setdefault(job.tenant, []), (job.rank, job.order, job))
 
-    def warm_up(self) -> Iterator[Work]:
+    def warm_up(self, *, prompts: bool = True) -> Iterator[Work]:
         """Works of nothing, one of each executable that plain requests need: to be run before the first one comes.
 
         (Log-probabilities, masks, penalties and routed experts are executables of their own, compiled when first asked
-        for.) Raises `EngineError` if calls are under way.
+        for. So is a single step where K run at once: it is for when somebody waits.)
+
+        Args:
+            prompts: whether there will be prompts of more than one token.
+
+        Raises:
+            EngineError: calls are under way.
         """
         if self._sent:
             raise EngineError(f"{len(self._sent)} calls of the device are under way")
         nothing: list[list[tuple[Job, int]]] = [[] for _ in self.managers]
-        kinds = [(False, 1), (True, 1)] + ([(True, self.shapes.steps)] if self.shapes.steps > 1 else [])
+        kinds = [(True, self.shapes.steps)] + ([(False, 1)] if prompts else [])
         for decoding, steps in kinds:
             yield self._work(nothing, nothing, decoding, steps)
             self._sent.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -202,6 +203,11 @@ class DeviceExecutor:
             driver.save(self.host)
             busy |= driver.busy
         return busy
+
+    def drain(self) -> None:
+        """Waits until storage has what it was given, or its deadlines are over."""
+        while self.poll(idle=True):
+            time.sleep(1e-3)
 
     def recover(self) -> None:
         if self._renew is None:

@@ -18,15 +18,16 @@ import threading
 
 import numpy as np
 import pytest
-from dsv4_jax.model.generate import StepOutput
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dsv4_jax import DSV4Config, cli, model, native_build
 from dsv4_jax.bench import measure
 from dsv4_jax.cli import main, printing
+from dsv4_jax.cli.answers import Speed
 from dsv4_jax.cli.options import EXIT_STATUS
 from dsv4_jax.cli.printing import present
+from dsv4_jax.engine import ShadowExecutor
 
 ODD = (
     "", " ", "\t", "-", "--", "-1", "-0", "0", "+1", "1e400", "1e-400", "nan", "-nan", "inf", "-inf", "1_000", "0.1_5",
@@ -74,12 +75,20 @@ OPTIONS = [
 ]
 
 
-def draw_one(params, cache, manager, prompts, *, on_step=None, **options):
-    """In the place of `model.generate`."""
-    assert options["max_new_tokens"] >= 1
-    if on_step is not None:
-        on_step(StepOutput(1, {i: [5] for i in range(len(prompts))}, tuple(range(len(prompts)))))
-    return [], cache
+class Shadow(ShadowExecutor):
+    """In the place of a `DeviceExecutor`."""
+
+    def __init__(self, params, cache, shapes, **options):
+        super().__init__(shapes, cache.layout.cfg.vocab_size)
+
+    def drain(self): ...
+
+
+def answer_one(core, executor, answers, printer, progress):
+    """In the place of the engine's loop: a token for each prompt."""
+    for i, answer in enumerate(answers):
+        printer.show(i, answer.add([5], True, 0.0))
+    return Speed()
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +102,8 @@ def no_work(monkeypatch, tmp_path):
     monkeypatch.setattr(model, "init_params", lambda *_, **__: {})
     monkeypatch.setattr("dsv4_jax.bench.model.measure_model", lambda options, params, ceilings: {"model": "tiny"})
     monkeypatch.setattr("dsv4_jax.cli.generate.load", lambda *_, **__: (CHECKPOINT, {}))
-    monkeypatch.setattr(model, "generate", draw_one)
+    monkeypatch.setattr("dsv4_jax.engine.build.DeviceExecutor", Shadow)
+    monkeypatch.setattr("dsv4_jax.cli.generate.answer", answer_one)
     monkeypatch.setattr("dsv4_jax.cli.logits.feed", lambda *_: (np.zeros((3, 4), np.float32), 1))
     monkeypatch.setattr("dsv4_jax.cli.demo.run", lambda args: 0)
     parser = cli._parser()  # once, not for every value

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import json
 import pathlib
+import types
 
 import numpy as np
 import pytest
-from dsv4_jax.model.generate import StepOutput
 
-from dsv4_jax import CacheLayout, DSV4Config, init_cache, model
+from dsv4_jax import CacheLayout, CacheSize, DSV4Config, init_cache, model
 from dsv4_jax.cli import generate as command
 from dsv4_jax.cli import main
-from dsv4_jax.cli.engine import DeviceMemory, choose_size, shared_tokens
+from dsv4_jax.cli.engine import DeviceMemory, choose_size, shares_a_block
 from dsv4_jax.cli.prompts import given_prompts
 from dsv4_jax.config import AttentionType
+from dsv4_jax.engine import Drawn
+from dsv4_jax.engine.device import DeviceExecutor
 from dsv4_jax.errors import OptionError
 from dsv4_jax.manager import KVCacheManager
 from dsv4_jax.text import save_byte_tokenizer
@@ -48,36 +51,52 @@ def with_text(checkpoint, tmp_path_factory) -> pathlib.Path:
 
 
 class Script:
-    """In the place of `model.generate`: draws what it is told, two tokens of every prompt a step."""
+    """In the place of a `DeviceExecutor`: draws what it is told."""
 
     def __init__(self, *answers: list[int], interrupt_after: int | None = None):
-        self.answers, self.interrupt_after, self.prompts = answers, interrupt_after, []
+        self.answers, self.interrupt_after = answers, interrupt_after
+        self.managers: list[KVCacheManager] = []
 
-    def __call__(self, params, cache, managers, prompts, *, max_new_tokens, stop_tokens, on_step=None, **options):
-        self.params, self.cache, self.managers, self.options = params, cache, managers, options
-        self.layout = managers[0].layout
-        if on_step is None or max_new_tokens == 1:  # of the compilation; of what is shared
-            return [], cache
-        self.prompts, live = prompts, set(range(len(prompts)))
-        for at in range(0, max_new_tokens, 2):
-            if self.interrupt_after == at:
-                raise KeyboardInterrupt
-            drawn, ended = {}, []
-            for i in sorted(live):
-                tokens = self.answers[i][at : min(at + 2, max_new_tokens)]
-                stop = next((n for n, token in enumerate(tokens) if token in stop_tokens), None)
-                drawn[i] = tokens[:stop]
-                if stop is not None or at + 2 >= max_new_tokens:
-                    ended.append(i)
-            live -= {*ended, *(on_step(StepOutput(0 if at else 3, drawn, tuple(ended))) or ())}
-        return [], cache
+    def __call__(self, params, cache, shapes, **options):
+        self.params, self.cache, self.shapes, self.options, self.layout = params, cache, shapes, options, cache.layout
+        self.drawn, self.asked = collections.Counter(), {}
+        return self
+
+    def check(self, prompt): ...
+
+    def drain(self): ...
+
+    def send(self, work):
+        rows = [[self.draw(row, work.steps) for row in some] for some in work.rows]
+        return types.SimpleNamespace(get=lambda: Drawn(rows))
+
+    def draw(self, row, steps):
+        number = row.prompt.id
+        self.asked[number] = row.prompt
+        if not row.samples:
+            return []
+        at = self.drawn[number]
+        if at == self.interrupt_after:
+            raise KeyboardInterrupt
+        self.drawn[number] += steps
+        return [*self.answers[number][at : at + steps], *[0] * steps][:steps]
+
+    @property
+    def prompts(self):
+        return [prompt.tokens.tolist() for _, prompt in sorted(self.asked.items())]
 
 
 @pytest.fixture
 def script(monkeypatch):
     def install(*answers: list[int], **options) -> Script:
         script = Script(*answers, **options)
-        monkeypatch.setattr(model, "generate", script)
+
+        def manager(*args, **options):
+            script.managers.append(KVCacheManager(*args, **options))
+            return script.managers[-1]
+
+        monkeypatch.setattr("dsv4_jax.engine.build.DeviceExecutor", script)
+        monkeypatch.setattr("dsv4_jax.engine.build.KVCacheManager", manager)
         return script
 
     return install
@@ -90,13 +109,13 @@ def generate(path: pathlib.Path, *argv) -> list[str]:
 @pytest.mark.slow
 def test_answers_are_those_of_the_model(checkpoint, tmp_path, capsys, monkeypatch):
     """Three prompts, two at a time, all beginning with the same block: each as alone in a cache that finds nothing."""
-    called, real = [], model.generate
+    made, real = [], DeviceExecutor
 
-    def noted(params, cache, managers, prompts, **options):
-        called.append((params, managers[0], prompts, options))
-        return real(params, cache, managers, prompts, **options)
+    def noted(params, cache, shapes, **options):
+        made.append(params)
+        return real(params, cache, shapes, **options)
 
-    monkeypatch.setattr(model, "generate", noted)
+    monkeypatch.setattr("dsv4_jax.engine.build.DeviceExecutor", noted)
     same = np.random.default_rng(0).integers(2, 300, 40).tolist()
     prompts = [[*same, 7, 8, 9], [*same[:20], 5], same]
     np.save(tmp_path / "p.npy", np.array(prompts[0]))
@@ -107,20 +126,19 @@ def test_answers_are_those_of_the_model(checkpoint, tmp_path, capsys, monkeypatc
     assert main([*argv, "--json", str(tmp_path / "answers.json")]) == 0
     out, err = capsys.readouterr()
     report = json.loads((tmp_path / "answers.json").read_text())
-    (params, manager, _, options) = called[-1]
+    layout, size = CacheLayout(CFG, "f32", "f32", block_tokens=16), CacheSize(8, 2, 4)
+    cold = dict(max_new_tokens=6, chunk_tokens=128, stop_tokens=[1])
     prompts = [prompts[2], *prompts[:2]]  # files come before --tokens
     for i, (prompt, answer) in enumerate(zip(prompts, report["answers"], strict=True)):
-        fresh = KVCacheManager(manager.layout, manager.size, policy=manager.policy)
-        cache = init_cache(fresh.layout, fresh.size)
-        drawn, _ = real(params, cache, fresh, [prompt], **options | {"on_step": None})
+        drawn, _ = model.generate(made[0], init_cache(layout, size), KVCacheManager(layout, size), [prompt], **cold)
         assert [answer["tokens"]] == drawn and answer["prompt_tokens"] == len(prompt)
         assert (answer["end"], answer["text"]) == ("length", None)
         named = ",".join(map(str, prompt[:20]))[:37]
         tokens = ",".join(map(str, drawn[0]))
         assert f"[{i + 1}] '{named}...': 6 tokens, length\n{tokens}\n\n" in out
-    assert report["max_batch"] == 2 and report["prefix_caching"] and report["cached_tokens"] >= 3 * 16
+    assert report["max_batch"] == 2 and report["prefix_caching"] and report["cached_tokens"] >= 16
     fed = report["prompt_tokens"] + report["cached_tokens"]
-    assert fed == sum(map(len, prompts)) + 17 and report["new_tokens"] == 18  # and what begins all of them, once more
+    assert fed == sum(map(len, prompts)) and report["new_tokens"] == 18
     assert report["chunk_tokens"] == 128 and report["decode_calls"] and report["compile_s"] > report["decode_s"]
     assert " tokens of prompts (" in err and "first token after" in err
 
@@ -130,10 +148,10 @@ def test_one_prompt_streams(checkpoint, script, capsys, monkeypatch):
     monkeypatch.setattr("dsv4_jax.cli.answers._write", shown.append)
     script([5, 6, 7, 8, 9, 1, 3])
     assert main(generate(checkpoint, "--tokens", "1,2,3", "--max-new-tokens", "5")) == 0
-    assert shown == ["5,6", ",7,8", ",9\n"]
+    assert shown == ["5", ",6", ",7", ",8", ",9\n"]
     shown.clear()
-    assert main(generate(checkpoint, "--tokens", "1,2,3", "--max-new-tokens", "7")) == 0
-    assert shown == ["5,6", ",7,8", ",9\n"], "token 1 is the checkpoint's end"
+    assert main(generate(checkpoint, "--tokens", "1,2,3", "--max-new-tokens", "7", "--decode-steps", "2")) == 0
+    assert shown == ["5", ",6,7", ",8,9", "\n"], "token 1 is the checkpoint's end"
     capsys.readouterr()
     assert main(generate(checkpoint, "--tokens", "1,2,3", "--stop-tokens", "8,300", "--json")) == 0
     (answer,) = json.loads(capsys.readouterr().out)["answers"]
@@ -154,11 +172,11 @@ def test_options_reach_the_model(checkpoint, script):
     argv = generate(checkpoint, "--tokens", "1,2", "--max-new-tokens", "2", "--implementation", "xla")
     drawing = ["--temperature", "0.5", "--top-k", "7", "--top-p", "0.9", "--seed", "3"]
     assert main([*argv, "--drafts", "2", *drawing]) == 0
-    assert asked.options["sampling"] == model.Sampling(0.5, 7, 0.9) and asked.options["seed"] == 3
-    assert (asked.options["drafts"], asked.options["implementation"]) == (2, "xla")
+    assert asked.asked[0].sampling == model.Sampling(0.5, 7, 0.9)
+    assert (asked.shapes.drafts, asked.options["implementation"]) == (2, "xla")
     assert asked.layout.include_mtp and asked.layout.draft_tokens == 2 and "mtp" in asked.params
     assert main([*argv, "--decode-steps", "9", "--chunk", "7"]) == 0
-    assert (asked.options["drafts"], asked.options["decode_steps"], asked.options["chunk_tokens"]) == (0, 2, 7)
+    assert (asked.shapes.drafts, asked.shapes.steps, asked.shapes.mixed.tokens) == (0, 2, 7)
     assert not asked.layout.include_mtp and asked.layout.draft_tokens == 0 and "mtp" not in asked.params
 
 
@@ -170,6 +188,7 @@ def test_several_devices(checkpoint, script, capsys):
         ([*many, "--devices", "2"], {"data": 2, "tensor": 1}, 5),
         ([*many, "--devices", "2", "--max-batch", "8", "--pool"], {"data": 1, "tensor": 2}, 8),
     ):
+        asked.managers.clear()
         assert main([*argv, "--json"]) == 0
         report = json.loads(capsys.readouterr().out)
         found = {leaf.sharding.mesh for leaf in asked.cache.arrays.values()}
@@ -183,7 +202,7 @@ def test_several_devices(checkpoint, script, capsys):
 
 @pytest.mark.parametrize(("prompts", "shown"), [(1, "5,6\n"), (2, "[1] '9': 2 tokens, interrupted\n5,6\n\n[2]")])
 def test_what_was_drawn_before_ctrl_c_stays(checkpoint, script, capsys, prompts, shown):
-    script([5, 6, 7, 8], [6, 7, 8, 9], interrupt_after=2)
+    script([5, 6, 7, 8], [6, 7, 8, 9], interrupt_after=3)
     assert main(generate(checkpoint, *["--tokens", "9"] * prompts)) == 130
     out, err = capsys.readouterr()
     assert out.startswith(shown) and out.count("\n") == {1: 1, 2: 6}[prompts] and err == "interrupted\n"
@@ -366,18 +385,23 @@ def test_files_of_prompts(tmp_path):
 def test_the_cache_is_what_prompts_need_and_fits():
     layout = CacheLayout(CFG, "f32", "f32", block_tokens=16)
     needs = [10, 40, 17]  # 1, 3 and 2 blocks
-    size = choose_size(layout, needs, 2, DeviceMemory(1 << 40, 0))
+    memory = DeviceMemory(1 << 40, 1000)
+    size = choose_size(layout, needs, 2, memory)
     assert (size.num_blocks, size.num_slots, size.max_blocks_per_request, size.num_snapshots) == (5, 2, 3, 0)
-    assert choose_size(layout, needs, 3, DeviceMemory(1 << 40, 0), snapshots=True).num_snapshots == 4
-    memory = DeviceMemory(int(layout.total_bytes(size) / 0.9) + 1001, 1000)
-    assert choose_size(layout, needs, 3, memory) == size
-    with pytest.raises(OptionError, match="a cache for 40 tokens, prompt included, takes"):
-        choose_size(layout, needs, 3, DeviceMemory(2000, 1000))
+    assert choose_size(layout, needs, 3, memory, snapshots=True).num_snapshots == 4
+    tight = choose_size(layout, needs, 3, memory, layout.total_bytes(CacheSize(4, 3, 3)))
+    assert (tight.num_slots, tight.num_blocks) == (3, 4), "not all of the six that they need at their ends"
+    for options, names in (
+        (dict(memory=DeviceMemory(2000, 1000)), ""),
+        (dict(memory=memory, most=900), "--cache-memory, "),
+    ):
+        with pytest.raises(
+            OptionError, match=f"^{names}--max-new-tokens: a cache for 40 tokens, prompt included, takes"
+        ):
+            choose_size(layout, needs, 3, **options)
 
 
 def test_what_prompts_share():
-    assert shared_tokens([[1, 2, 3, 4, 5], [1, 2, 3, 9, 9, 9], [1, 2, 3, 4]], 2) == 2
-    assert shared_tokens([[1, 2, 3]] * 2, 2) == 2
-    assert shared_tokens([[1, 2]] * 2, 2) is None, "the last token is always computed"
-    assert shared_tokens([[1, 2, 3], [1, 2, 4], [5]], 2) == 0
-    assert shared_tokens([[1, 2, 3]], 2) is None
+    assert shares_a_block([[1, 2, 3, 4, 5], [1, 2, 3, 9, 9, 9], [5]], 2)
+    assert not shares_a_block([[1, 2]] * 2, 2), "the last token is always computed"
+    assert not shares_a_block([[1, 2, 3], [5]], 2)
