@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..former_names import former_name
 from .attention import index_qat_default
 from .draft_steps import draft_loop, draft_step
-from .forward import GPU_DECODE_OPTIONS, decode_loop, decode_step, forward, prefill, sample_step
+from .forward import GPU_DECODE_OPTIONS, decode_loop, decode_step, forward, prefill, sample_step, score_step
 from .sampling import Sampled, Sampling, SamplingRows
 from .uncached import forward_uncached
 from .weights.initialisation import init_params
@@ -48,6 +48,7 @@ __all__ = [
     "prefill",
     "sample_step",
     "save_hf",
+    "score_step",
     "shard_params",
     "stack_projections",
     "weight_bytes",

@@ -12,7 +12,7 @@ from jax import lax
 
 from .. import ops
 from ..cache import KVCache
-from ..checks import shown
+from ..checks import check_integer, shown
 from ..config import DSV4Config
 from ..errors import RequestError, ShapeError
 from ..ops.hyper_connection import Written
@@ -25,7 +25,7 @@ from .head import head
 from .hyper_connections import Residual, read
 from .moe import moe
 from .numerics import activations
-from .sampling import Sampled, sample_rows
+from .sampling import Sampled, log_probabilities, sample_rows
 from .weights.params import Params
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "layers",
     "prefill",
     "sample_step",
+    "score_step",
 ]
 
 T = TypeVar("T")
@@ -135,6 +136,53 @@ def sample_step(
     asked: dict[str, Any] = dict(masks=masks, logprobs=logprobs, top=top)
     drawn = sample_rows(logits, plan.seq_slot, position, sampling, counts, **asked)
     return drawn._replace(experts=experts), step.finish()
+
+
+def score_step(
+    params: Params,
+    cache: KVCache,
+    plan: StepPlan | PackedPlan,
+    tokens: jax.Array,
+    targets: jax.Array,
+    *,
+    rows: int = 256,
+    top: int = 0,
+    routed_experts: bool = False,
+    index_qat: bool | None = None,
+    implementation: Choice = None,
+) -> tuple[Sampled, KVCache]:
+    """Runs a step as `forward` does, and says how likely it thinks the tokens that follow: a chunk of a known text.
+
+    The log-probabilities are those of `sample`: of the same logits the same bits. Logits are computed for `rows` tokens
+    at a time and not kept.
+
+    Args:
+        targets: [T] int32, the token after each; -1: none is known, or wanted.
+        rows: static. With as many as a decode step has sequences, the head's products are those of its shape.
+        top, routed_experts: as of `sample_step`.
+
+    Returns:
+        (`Sampled` with the targets as tokens [T], logprobs [T], 0 where there is no target, top_ids and top_logprobs
+        [T, N] and experts [T, layers, k] if asked for; the cache). Those of padding mean nothing.
+
+    Raises as `forward`, and:
+        ShapeError: `targets` are not [T] integers, or `rows` is below 1.
+    """
+    check_integer("rows", rows, 1, error=ShapeError)
+    step = cache.begin(plan, implementation)
+    check_tokens(targets, step.plan.num_tokens, "targets")
+    residual, step, experts = layers(params, step, tokens, index_qat, routed_experts)
+    count, targets, cfg = step.plan.num_tokens, jnp.asarray(targets), cache.layout.cfg
+
+    def of_rows(row: jax.Array) -> Sampled:
+        logits = head(params, jax.tree.map(lambda x: x[row], residual), cfg, implementation)
+        return log_probabilities(logits, targets[row], top=top)
+
+    blocks, rows = -(-count // rows), min(rows, count)
+    row = jnp.minimum(jnp.arange(blocks * rows, dtype=jnp.int32), np.int32(count - 1))
+    scored = lax.map(of_rows, row.reshape(blocks, rows))
+    scored = jax.tree.map(lambda x: x.reshape(blocks * rows, *x.shape[2:])[:count], scored)
+    return scored._replace(experts=experts), step.finish()
 
 
 def _last(residual: Residual, plan: StepPlan) -> Residual:
@@ -275,13 +323,13 @@ def joined(function: Callable[[], T], rows: int) -> Callable[[], T]:
     return ops.in_sequence(function, early=None if rows <= MAX_EARLY else ())
 
 
-def check_tokens(tokens: Any, scheduled: int) -> None:
+def check_tokens(tokens: Any, scheduled: int, name: str = "tokens") -> None:
     """Raises `ShapeError` unless they are an array of as many integers as are scheduled."""
     dtype = getattr(tokens, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
-        raise ShapeError(f"tokens are {shown(tokens) if dtype is None else dtype}, expected an array of integers")
+        raise ShapeError(f"{name} are {shown(tokens) if dtype is None else dtype}, expected an array of integers")
     if tokens.shape != (scheduled,):
-        raise ShapeError(f"tokens has shape {tokens.shape}, the plan schedules {(scheduled,)}")
+        raise ShapeError(f"{name} has shape {tokens.shape}, the plan schedules {(scheduled,)}")
 
 
 def check_masks(masks: jax.Array | None, num_steps: int) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -12,21 +15,29 @@ from dsv4_jax import CacheLayout, DSV4Config, init_cache, model
 from dsv4_jax.errors import LayoutError, ShapeError
 from dsv4_jax.layout import CacheSize
 from dsv4_jax.manager import KVCacheManager
+from dsv4_jax.model import SamplingRows
 from dsv4_jax.model.projections import products
+from dsv4_jax.model.sampling import log_probabilities
 from dsv4_jax.model.weights import packing
 from dsv4_jax.model.weights.stacking import Stacked
 from dsv4_jax.ops.columns import Columns, Product
 
 from . import feeding
-from .feeding import CFG, feed, prefill, text_tokens
+from .feeding import CFG, feed, forward, prefill, text_tokens
 
 LENGTH = 304
+SHALLOW = dataclasses.replace(CFG, layer_types=(feeding.HCA,))
 taken_apart = jax.jit(lambda packed: tuple(packed["layers"]))
 
 
 @pytest.fixture(scope="module")
 def params():
     return model.init_params(CFG, seed=1)
+
+
+@pytest.fixture(scope="module")
+def shallow():
+    return model.init_params(SHALLOW, seed=1)
 
 
 @pytest.fixture(scope="module")
@@ -141,3 +152,70 @@ def test_index_rotation_needs_a_power_of_two():
     assert model.index_qat_default(CacheLayout(CFG, "fp8", "fp4")) is True
     with pytest.raises(LayoutError, match="index_head_dim 24"):
         model.index_qat_default(CacheLayout(cfg, "fp8", "fp4"))
+
+
+def test_a_text_is_scored_as_it_is_sampled(shallow):
+    """Chunks of a known text: raw log-probabilities of what follows, the likeliest tokens, and the experts' routes."""
+    layout, size = CacheLayout(SHALLOW, "f32", "f32"), CacheSize(4, 2, 2)
+    cache, manager = init_cache(layout, size), KVCacheManager(layout, size)
+    request, shape = manager.admit_request(text_tokens(30).tolist()), manager.pinned_shape(2, 24, history=True)
+    score = jax.jit(model.score_step, donate_argnames="cache", static_argnames=("rows", "top", "routed_experts"))
+    draw = jax.jit(model.sample_step, donate_argnames="cache", static_argnames=("logprobs", "top", "routed_experts"))
+    asked, rows = dict(top=2, routed_experts=True), SamplingRows.of([model.Sampling(0.9, seed=1), None])
+    sampled = []
+    while len(request.tokens) < 34:
+        plan = manager.plan_step([(request, min(request.num_pending, 24))], shape=shape)
+        drawn, cache = draw(
+            shallow, cache, plan.pack(), manager.plan_tokens(plan), sampling=rows, logprobs=True, **asked
+        )
+        if not request.num_pending:
+            request.tokens.append(int(drawn.tokens[0]))
+            sampled.append(jax.tree.map(np.asarray, drawn))
+
+    text, logits = (
+        np.array(request.tokens, np.int32),
+        feeding.uncached(SHALLOW, shallow, np.array(request.tokens, np.int32)),
+    )
+    exact = np.asarray(jax.nn.log_softmax(logits), np.float64)
+    again, scored = manager.admit_request(text.tolist()), []
+    while again.num_pending:
+        count = min(again.num_pending, 20)
+        plan = manager.plan_step([(again, count)], shape=shape)
+        targets = np.full(plan.num_tokens, -1, np.int32)
+        following = text[again.num_cached - count + 1 :][:count]
+        targets[: len(following)] = following
+        made, cache = score(shallow, cache, plan.pack(), manager.plan_tokens(plan), targets, rows=7, **asked)
+        assert (np.asarray(made.experts)[count:] == -1).all()
+        scored.append(jax.tree.map(lambda x, count=count: np.asarray(x)[:count], made))
+    scored = jax.tree.map(lambda *parts: np.concatenate(parts), *scored)
+    np.testing.assert_allclose(scored.logprobs[:-1], exact[np.arange(33), text[1:]], atol=2e-5)
+    assert scored.logprobs[-1] == 0 and scored.tokens[-1] == -1
+    np.testing.assert_array_equal(scored.top_ids[:, 0], exact.argmax(1))
+    np.testing.assert_allclose(scored.top_logprobs, -np.sort(-exact, 1)[:, :2], atol=2e-5)
+    assert (
+        scored.experts.shape == (34, SHALLOW.num_layers, SHALLOW.num_experts_per_tok)
+        and scored.experts.dtype == np.int16
+    )
+    assert scored.experts.min() >= 0 and scored.experts.max() < SHALLOW.n_routed_experts
+    for i, drawn in enumerate(sampled):
+        np.testing.assert_allclose(drawn.logprobs[0], scored.logprobs[29 + i], atol=2e-5)
+        np.testing.assert_array_equal(drawn.top_ids[0], scored.top_ids[29 + i])
+        fed = drawn.experts[drawn.experts[:, 0, 0] >= 0]
+        np.testing.assert_array_equal(fed, scored.experts[30 + i - len(fed) :][: len(fed)])
+
+
+def test_scores_have_the_bits_of_the_same_logits(shallow):
+    layout, size = CacheLayout(SHALLOW, "f32", "f32"), CacheSize(2, 1, 2)
+    manager = KVCacheManager(layout, size)
+    plan = manager.plan_step([(manager.admit_request(text_tokens(24).tolist()), 24)])
+    tokens = manager.plan_tokens(plan)
+    targets = np.roll(tokens, -1)
+    logits, _ = forward(shallow, init_cache(layout, size), plan.pack(), tokens)
+    want = jax.jit(functools.partial(log_probabilities, top=3))(logits, targets)
+    score = functools.partial(model.score_step, rows=plan.num_tokens, top=3)
+    made, _ = jax.jit(score)(shallow, init_cache(layout, size), plan.pack(), tokens, targets)
+    jax.tree.map(np.testing.assert_array_equal, made, want)
+    with pytest.raises(ShapeError, match=r"targets has shape \(3,\), the plan schedules \(32,\)"):
+        model.score_step(shallow, init_cache(layout, size), plan, tokens, targets[:3])
+    with pytest.raises(ShapeError, match="rows must be an integer of at least 1, got 0"):
+        model.score_step(shallow, init_cache(layout, size), plan, tokens, targets, rows=0)

@@ -61,6 +61,7 @@ def plan_of(tokens: int) -> StepPlan:
     return build_plan(LAYOUT, rows, shape_for(LAYOUT, rows), size=SIZE)
 
 
+TARGETS = np.zeros(5 * REQUESTS, np.int32)
 ROWS = SamplingRows.of([model.Sampling(1.0, top_p=0.9, seed=1)] * REQUESTS)
 
 
@@ -68,6 +69,11 @@ def sample_step(*args: Any) -> Any:
     """With all that may be asked for."""
     *given, rows = args
     return model.sample_step(*given, sampling=rows, logprobs=True, top=2, routed_experts=True)
+
+
+def score_step(*args: Any) -> Any:
+    """In two blocks of rows."""
+    return model.score_step(*args, rows=6, top=2, routed_experts=True)
 
 
 # Step -> (tokens of each request in the plan, of which it is told, further arrays, static options).
@@ -79,6 +85,7 @@ CASES: dict[str, Case] = {
     "decode_step": (model.decode_step, 1, 1, [], {}),
     "decode_loop": (model.decode_loop, 1, 1, [], dict(num_steps=STEPS)),
     "sample_step": (sample_step, 5, 5, [ROWS], {}),
+    "score_step": (score_step, 5, 5, [TARGETS], {}),
     "mtp_forward": (mtp_forward, 3, 3, [], {}),
     "draft_step": (model.draft_step, 1 + DRAFTS, 1 + DRAFTS, [WANTED], dict(width=DRAFTS)),
     "draft_loop": (model.draft_loop, 1 + DRAFTS, 1, [WANTED], dict(width=DRAFTS, num_steps=STEPS)),
