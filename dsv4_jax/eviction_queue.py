@@ -48,6 +48,12 @@ class EvictionQueue(Generic[N]):
         if node.queued & self._bit or self._eligible(node):
             self._list(node)
 
+    def relist(self, node: N) -> None:
+        """Lists the node as `push` does, when its key may have shrunk; not if it is listed and not eligible now."""
+        node.queued &= ~self._bit
+        if self._eligible(node):
+            self._list(node)
+
     def key(self, node: N) -> Any:
         """Returns the node's key now."""
         return self._key(node)
@@ -98,11 +104,13 @@ class EvictionQueue(Generic[N]):
             self._forget_ineligible()
 
     def _forget_ineligible(self) -> None:
-        kept = []
+        first: dict[N, tuple[Any, int, N]] = {}  # of a node that was demoted the entry that comes up first
         for entry in self._heap:
-            if entry[2].queued & self._bit and self._eligible(entry[2]):
-                kept.append(entry)
-            else:
-                entry[2].queued &= ~self._bit
+            node = entry[2]
+            if not node.queued & self._bit or not self._eligible(node):
+                node.queued &= ~self._bit
+            elif node not in first or entry[0] < first[node][0]:
+                first[node] = entry
+        kept = list(first.values())
         heapq.heapify(kept)
         self._heap, self._bound = kept, 2 * len(kept) + 1024

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from ..capacity import SNAPSHOT_FRACTION, largest_fitting, plan_host_capacity, snapshots_beside
 from ..errors import CapacityError, TraceError
 from ..layout import CacheLayout, CacheSize
-from ..manager import CachePolicy, HostSize, SnapshotPlacement, WritePolicy
+from ..manager import CachePolicy, HostSize, NamespaceShares, SnapshotPlacement, WritePolicy
 from ..manager.policies import EVICTION_POLICIES
 from ..simulate import Server, StepTime, TraceRequest
 from .options import naming, option
@@ -32,6 +32,7 @@ DEFAULTS: dict[str, Any] = {
     "policy": WritePolicy.write_back(),
     "snapshots_at": SnapshotPlacement(),
     "order": "worth",
+    "namespace_share": None,
     "token_budget": 8192,
     "step_time": StepTime(),
     "every_step": False,
@@ -105,6 +106,8 @@ def add_server(parser: argparse.ArgumentParser) -> None:
     option(policy, "--policy", _write_policy, "NAME", names)
     policy.add_argument("--order", choices=sorted(EVICTION_POLICIES), help="of eviction (default: worth)")
     option(policy, "--snapshots-at", placement, "LIST", _PLACEMENT_HELP)
+    most = "the most of a tier that one tenant may take from the others (default: all)"
+    option(policy, "--namespace-share", fraction, "F", most)
     step = parser.add_argument_group("server")
     option(step, "--token-budget", positive, "N", "of a step (default: 8192)")
     constants = ", ".join(f"{field.name} ({field.default:.3g})" for field in dataclasses.fields(StepTime))
@@ -174,7 +177,12 @@ def _server(args: argparse.Namespace, layout: CacheLayout, trace: Sequence[Trace
         host = HostSize(args.host_pages)
     policy = None
     if args.policy is not None:
-        policy = CachePolicy(write=args.policy, snapshots=args.snapshots_at, eviction=EVICTION_POLICIES[args.order])
+        policy = CachePolicy(
+            write=args.policy,
+            snapshots=args.snapshots_at,
+            eviction=EVICTION_POLICIES[args.order],
+            shares=NamespaceShares(args.namespace_share) if args.namespace_share else None,
+        )
     server = Server(layout, size(blocks), policy, host, args.token_budget, args.step_time, args.every_step)
     layout.check_size(server.size)
     return server

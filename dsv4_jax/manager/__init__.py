@@ -10,7 +10,7 @@ from .allocator import BlockAllocator
 from .handoff import Handoff
 from .manager import KVCacheManager
 from .metrics import ManagerStats, prometheus_text
-from .policies import CachePolicy, HostWatermark, SnapshotPlacement, WritePolicy
+from .policies import CachePolicy, HostWatermark, NamespaceShares, SnapshotPlacement, WritePolicy
 from .prefix.hashing import BlockHasher, HashSpec, MediaItem, Namespace
 from .prefix.node import Tier
 from .remote_tier import Arrival
@@ -34,6 +34,7 @@ __all__ = [
     "ManagerStats",
     "MediaItem",
     "Namespace",
+    "NamespaceShares",
     "Request",
     "SnapshotPlacement",
     "StepShape",

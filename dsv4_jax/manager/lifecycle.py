@@ -92,7 +92,7 @@ class Lifecycle:
         child.ids.changed_from, child.ids.shortest = parent.ids.changed_from, parent.ids.shortest
         shared, pending = parent.num_shared, self._cache.copies
         child.num_prompt, child.num_cached, child.num_hit = parent.num_prompt, parent.num_cached, parent.num_cached
-        child.junction = parent.junction
+        child.junction, child.reuse = parent.junction, parent.reuse
         child.hasher = parent.hasher.copy() if parent.hasher is not None else None
         child.history, child.kept_from, child.torn = parent.history[: parent.num_cached], parent.num_cached, parent.torn
         child.forked = (parent.id, parent.last_step) if parent.forked is None else parent.forked

@@ -34,7 +34,7 @@ import functools
 import time
 from array import array
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -64,7 +64,7 @@ from .prefix.node import T
 from .prefix.token_ids import token_ids
 from .publishing import Publisher
 from .remote_tier import Arrival, end_arrival
-from .request import Request, RequestRef
+from .request import Request, RequestRef, Reuse
 from .request_book import RequestBook
 from .request_tokens import prompt_tokens
 from .scheduling import Scheduled
@@ -256,6 +256,7 @@ class KVCacheManager:
         request_id: Hashable | None = None,
         namespace: Namespace | None = None,
         items: Iterable[MediaItem] = (),
+        reuse: Reuse = "output",
     ) -> Request:
         """Returns a new request in the lowest free slot.
 
@@ -271,6 +272,8 @@ class KVCacheManager:
                 number that only grows.
             namespace: who may share its blocks; requests of different namespaces never do.
             items: multimodal items of the prompt.
+            reuse: where the next turn goes on: from the "output", or only from the "prompt", as where a thinking chat
+                drops the reasoning. Then a state is kept at the end of the prompt, and none behind it.
 
         Raises:
             NoFreeSlotError: all slots are taken.
@@ -278,10 +281,13 @@ class KVCacheManager:
                 (`pool_limit`) do not hold the prompt, and one token after it where `max_tokens` asks for more.
             RequestError: it sleeps; the id is in use or cannot be one, or a token is no id of the model's vocabulary.
             RequestError: no namespace, no items, a key of them without canonical bytes, or an empty item.
+            RequestError: `reuse` is neither "output" nor "prompt".
             PlanError: `max_tokens` or an item's position is no count.
         """
+        if reuse not in get_args(Reuse):
+            raise RequestError(f'reuse must be "output" or "prompt", got {shown(reuse)}')
         space = dict(namespace=namespace, items=items)
-        return self._admit("admit_request", tokens, max_tokens, request_id, space)
+        return self._admit("admit_request", tokens, max_tokens, request_id, space, reuse=reuse)
 
     def _admit(
         self,
@@ -291,6 +297,7 @@ class KVCacheManager:
         request_id: Hashable | None,
         space: dict[str, Any],
         arrival: Arrival | None = None,
+        reuse: Reuse = "output",
     ) -> Request:
         self.guard.check()
         known, ids = prompt_tokens(tokens, self.layout.cfg.vocab_size, self.book.edits)
@@ -308,6 +315,7 @@ class KVCacheManager:
                 limit = self._check_limit("new" if request_id is None else request_id, len(ids), limit)
                 self.leases.expire()
                 request = self.lifecycle.admit(known, limit, request_id, hasher)
+                request.reuse = reuse
             if arrival is not None:
                 end_arrival(arrival, self.cache)
             return request

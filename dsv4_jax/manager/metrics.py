@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from ..errors import IntegrityError, PlanError
 from .allocator import BlockAllocator
@@ -12,7 +12,7 @@ from .prefix.eviction import TreeCounters
 from .prefix.node import TIERS, Tier
 from .prefix.prefix_tree import PrefixTree
 
-__all__ = ["CacheStats", "ManagerStats", "PoolUse", "collect_stats", "pool_use", "prometheus_text"]
+__all__ = ["CacheStats", "ManagerStats", "NamespaceUse", "PoolUse", "collect_stats", "pool_use", "prometheus_text"]
 
 
 class PoolUse(NamedTuple):
@@ -49,6 +49,7 @@ class CacheStats:
             forked), by what bound: a pool ("slot", "device", along a pool axis with its rank), or "context": it has
             more tokens than one request can ever hold.
         generation: of the manager.
+        namespaces: of each namespace that has units and each of device and host, where namespaces have shares.
     """
 
     pools: Mapping[str, PoolUse]
@@ -56,6 +57,7 @@ class CacheStats:
     counters: TreeCounters
     admission_failures: Mapping[str, int] = dataclasses.field(default_factory=dict)
     generation: int = 0
+    namespaces: Mapping[tuple[Hashable, Tier], NamespaceUse] = dataclasses.field(default_factory=dict)
 
     @property
     def recomputed_tokens(self) -> int:
@@ -67,6 +69,24 @@ class CacheStats:
         found = self.counters.hit_tokens
         tokens = sum(found.values()) if tier is None else found[tier]
         return tokens / self.counters.lookup_tokens if self.counters.lookup_tokens else 0.0
+
+
+class NamespaceUse(NamedTuple):
+    """What a namespace has of a tier, where namespaces have shares (`NamespaceShares`): units in blocks.
+
+    Attributes:
+        used: its blocks, and its states, each as many blocks as its bytes take.
+        share: the most of the tier that it may take from others.
+        limit: that in blocks.
+        over: whether it has more: then it is evicted first.
+        evicted: blocks and states that have left the tier because of that.
+    """
+
+    used: int
+    share: float
+    limit: int
+    over: bool
+    evicted: int
 
 
 class ManagerStats(NamedTuple):
@@ -144,7 +164,20 @@ def collect_stats(
         tree.counters, hit_tokens=dict(tree.counters.hit_tokens), evicted=dict(tree.counters.evicted)
     )
     uses |= others or {}
-    return CacheStats(uses, tree.held(Tier.STORAGE), counters, dict(admission_failures or {}), generation)
+    failures, stored = dict(admission_failures or {}), tree.held(Tier.STORAGE)
+    return CacheStats(uses, stored, counters, failures, generation, _namespaces(tree))
+
+
+def _namespaces(tree: PrefixTree) -> dict[tuple[Hashable, Tier], NamespaceUse]:
+    capacity = tree.owners.capacity
+    return {
+        (owner.name, tier): NamespaceUse(
+            used, owner.share, int(owner.share * capacity[tier]), owner.over[tier], owner.evicted[tier]
+        )
+        for owner in list(tree.owners.known.values())
+        for tier, used in owner.used.items()
+        if capacity.get(tier)
+    }
 
 
 def prometheus_text(stats: ManagerStats | CacheStats, prefix: str = "dsv4_cache") -> str:
@@ -206,6 +239,22 @@ def _families(stats: CacheStats) -> Iterator[tuple[str, str, str, _Samples]]:
     failures: _Samples = [({"pool": pool}, n) for pool, n in stats.admission_failures.items()]
     yield "admission_failures_total", "counter", "Requests that did not become live, by what bound.", failures
     yield "generation", "gauge", "Resets of the manager.", [({}, stats.generation)]
+    if spaces := stats.namespaces:
+
+        def each(field: str) -> _Samples:
+            labels = ({"namespace": _named(name), "tier": tier.name.lower()} for name, tier in spaces)
+            return [(label, float(getattr(use, field))) for label, use in zip(labels, spaces.values(), strict=True)]
+
+        yield "namespace_units", "gauge", "Units of a namespace, in blocks.", each("used")
+        yield "namespace_limit", "gauge", "Units that a namespace may take from others, in blocks.", each("limit")
+        yield "namespace_over", "gauge", "Whether a namespace has more than its share.", each("over")
+        yield "namespace_evictions_total", "counter", "Units evicted for having more than a share.", each("evicted")
+
+
+def _named(namespace: Any) -> str:
+    """A namespace as a label: its tenant, and its adapter if it has one."""
+    parts = [getattr(namespace, "tenant", namespace), getattr(namespace, "adapter", None)]
+    return "/".join("" if part is None else str(part) for part in parts).removesuffix("/")
 
 
 def _escape(label: str) -> str:

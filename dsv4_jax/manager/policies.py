@@ -7,16 +7,22 @@ import enum
 import math
 import numbers
 import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
 
 from ..checks import check_integer, shown
 from ..errors import ConfigError, PerformanceWarning, PlanError
 from ..layout import CacheSize
 from .prefix.eviction_policies import EVICTION_POLICIES, WORTH, EvictionPolicy
+from .prefix.hashing import Namespace
 
 __all__ = [
     "EVICTION_POLICIES",
     "CachePolicy",
     "HostWatermark",
+    "NamespaceShares",
     "SnapshotKind",
     "SnapshotPlacement",
     "WritePolicy",
@@ -174,6 +180,45 @@ class HostWatermark:
         return max(math.ceil(self.high * total) - free, 0) if free < self.low * total else 0
 
 
+@dataclasses.dataclass(frozen=True, slots=True, init=False)
+class NamespaceShares:
+    """How much of a tier one namespace's units may take while others want room there.
+
+    Whoever has more is evicted first, whatever its units are worth, until it has a tenth less than its share. So who
+    scans does not evict what the others have; where nobody else wants room, nothing is evicted for its share.
+
+    Attributes:
+        each: of a namespace that is not named in `of`, in (0, 1]: a share of the bytes of blocks and cached states.
+        of: the shares of single namespaces, as pairs.
+
+    Raises:
+        ConfigError: a share is no number in (0, 1], or what has one is no `Namespace`.
+    """
+
+    each: float
+    of: tuple[tuple[Namespace, float], ...]
+
+    def __init__(self, each: float = 1.0, of: Mapping[Namespace, float] | None = None):
+        if not isinstance(of, Mapping | None):
+            raise ConfigError("namespace shares", f"of must map namespaces to shares, got {shown(of)}")
+        object.__setattr__(self, "each", _share("each", each))
+        for namespace in of or ():
+            if not isinstance(namespace, Namespace):
+                raise ConfigError("namespace shares", f"of names namespaces, got {shown(namespace)}")
+        pairs = tuple((name, _share(f"that of {shown(name)}", share)) for name, share in (of or {}).items())
+        object.__setattr__(self, "of", pairs)
+
+    def share_of(self, namespace: Any) -> float:
+        """The share of a namespace."""
+        return dict(self.of).get(namespace, self.each)
+
+
+def _share(name: str, share: Any) -> float:
+    if isinstance(share, bool) or not isinstance(share, int | float | np.number) or not 0 < share <= 1:
+        raise ConfigError("namespace shares", f"{name} must be a number in (0, 1], got {shown(share)}")
+    return float(share)
+
+
 _WRITE_BACK, _SNAPSHOTS, _WATERMARK = WritePolicy.write_back(), SnapshotPlacement(), HostWatermark()
 
 
@@ -187,6 +232,7 @@ class CachePolicy:
         eviction: what leaves a tier first (see `EVICTION_POLICIES`): what is worth least, or the least recently or
             frequently used.
         watermark: how much of the host is kept free.
+        shares: how much of a tier one namespace may take from the others; None: all are evicted alike.
 
     Raises:
         ConfigError: one of them is something else.
@@ -196,6 +242,7 @@ class CachePolicy:
     snapshots: SnapshotPlacement
     eviction: EvictionPolicy
     watermark: HostWatermark
+    shares: NamespaceShares | None
 
     def __init__(
         self,
@@ -203,6 +250,7 @@ class CachePolicy:
         snapshots: SnapshotPlacement = _SNAPSHOTS,
         eviction: EvictionPolicy = WORTH,
         watermark: HostWatermark = _WATERMARK,
+        shares: NamespaceShares | None = None,
         *,
         order: EvictionPolicy | None = None,  # the former name of `eviction`, for one release
     ):
@@ -218,6 +266,9 @@ class CachePolicy:
             if not isinstance(part, kind):
                 raise ConfigError(f"cache policy: {name}", f"must be of type {kind.__name__}, got {shown(part)}")
             object.__setattr__(self, name, part)
+        if not isinstance(shares, NamespaceShares | None):
+            raise ConfigError("cache policy: shares", f"must be NamespaceShares or None, got {shown(shares)}")
+        object.__setattr__(self, "shares", shares)
 
     @property
     def order(self) -> EvictionPolicy:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -52,6 +53,13 @@ class Publisher:
         policy = self._cache.policy
         return _NOWHERE if policy is None else policy.snapshots
 
+    def _placement(self, request: Request) -> SnapshotPlacement:
+        """Where the request's states are kept."""
+        placement = self._snapshots
+        if request.reuse == "output" or placement == _NOWHERE:
+            return placement
+        return dataclasses.replace(placement, end_of_prompt=True, end_of_output=False)
+
     def mark(self, request: Request) -> None:
         """The request may have filled blocks: `commit` looks at it."""
         if request.hasher is not None:
@@ -101,9 +109,10 @@ class Publisher:
         if len(nodes) < full:
             if not self._hash(request, full):
                 return True
+            owner = tree.owners.of(request.hasher.namespace)
             for i in range(len(nodes), full):
                 parent = nodes[-1] if nodes else None
-                nodes.append(tree.reserve(parent, request.hasher.digests[i], blocks[i]))
+                nodes.append(tree.reserve(parent, request.hasher.digests[i], blocks[i], owner))
         request.forget_earlier_steps(request.last_step)
         for i in range(request.num_shared, len(nodes)):
             published, spare = tree.publish(nodes[i])
@@ -187,9 +196,9 @@ class Publisher:
 
     def next_stop(self, request: Request, start: int, stop: int) -> int:
         """Where a chunk of tokens [start, stop) should end, for a snapshot to be taken there."""
-        if request.hasher is None:
+        if request.hasher is None or (request.reuse == "prompt" and start >= request.num_prompt):
             return stop
-        return self._snapshots.next_stop(
+        return self._placement(request).next_stop(
             start, stop, prompt_tokens=request.num_prompt, block_tokens=self.block_tokens, junction=request.junction
         )
 
@@ -277,7 +286,9 @@ class Publisher:
         """What the policy wants of the request's state at the end of its last block, which is the node's."""
         if request.hasher is None or not request.has_whole_state or (node is not None and node.has_near_state):
             return SnapshotKind.NONE
-        return self._snapshots.at(
+        if request.reuse == "prompt" and request.num_cached >= request.num_prompt:
+            return SnapshotKind.NONE  # nobody goes on from there
+        return self._placement(request).at(
             request.num_cached,
             prompt_tokens=request.num_prompt,
             block_tokens=self.block_tokens,

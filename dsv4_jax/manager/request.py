@@ -6,7 +6,7 @@ import dataclasses
 import enum
 from array import array
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ..checks import as_int, shown
 from ..errors import PlanError, RequestError
@@ -14,7 +14,9 @@ from .prefix.hashing import BlockHasher
 from .prefix.node import Node, S
 from .request_tokens import TokenIds
 
-__all__ = ["Parked", "Request", "RequestRef", "RequestState"]
+__all__ = ["Parked", "Request", "RequestRef", "RequestState", "Reuse"]
+
+Reuse = Literal["output", "prompt"]
 
 
 class RequestState(enum.Enum):
@@ -93,6 +95,7 @@ class Request:
         written: nodes of blocks that its last step filled, published since: what an abort takes back.
         attached: nodes that its last step, or its preemption since, gave a snapshot.
         parked: what it left on the host when it was preempted.
+        reuse: whether the next turn goes on from its "output", or only from its "prompt" (see `admit_request`).
     """
 
     id: Hashable
@@ -127,6 +130,7 @@ class Request:
     written: list[Node] = dataclasses.field(default_factory=list)
     attached: list[Node] = dataclasses.field(default_factory=list)
     parked: Parked | None = None
+    reuse: Reuse = "output"
 
     @property
     def tokens(self) -> list[int]:

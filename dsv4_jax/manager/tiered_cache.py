@@ -105,7 +105,14 @@ class TieredCache:
             snapshot_blocks=self.snapshot_pages,
             backup_after=choices.write.backup_after if self.pages.num_total else None,
             ranks=self.ranks,
+            share_of=choices.shares.share_of if choices.shares is not None else None,
+            capacity={T.DEVICE: self._device_capacity, T.HOST: self.pages.num_total},
         )
+
+    @property
+    def _device_capacity(self) -> int:
+        """The device's blocks and slots, these in blocks of as many bytes as a state has on the host."""
+        return self.blocks.num_total + self.slots.num_total * self.snapshot_pages
 
     # Device units
 
@@ -374,3 +381,4 @@ class TieredCache:
         """Other numbers of device units; none may be held. Raises `PoolError`."""
         self.blocks.resize(size.total_blocks)
         self.slots.resize(size.num_slots + size.num_snapshots)
+        self.tree.owners.resize(T.DEVICE, self._device_capacity)

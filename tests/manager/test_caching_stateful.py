@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from dsv4_jax import CacheLayout, CacheSize, DSV4Config, KVCacheManager
 from dsv4_jax.errors import NoFreeSlotError, OutOfBlocksError, RequestError
-from dsv4_jax.manager import CachePolicy, EventLog, HostSize, Namespace, SnapshotPlacement, WritePolicy
+from dsv4_jax.manager import CachePolicy, EventLog, HostSize, Namespace, NamespaceShares, SnapshotPlacement, WritePolicy
 from dsv4_jax.manager.request import Request, RequestState
 from dsv4_jax.plan import StepPlan
 from tests.manager.symbolic_device import SymbolicDevice
@@ -49,6 +49,8 @@ class Trace:
         cfg = DSV4Config.tiny(hca_ratio=8)
         self.layout = CacheLayout(cfg, block_tokens=BLOCK, draft_tokens=drafts)
         size = CacheSize(blocks // ranks, 4, 12, num_snapshots=snapshots, pool_ranks=ranks)
+        few = NamespaceShares(0.9, {Namespace("b"): 0.1})
+        shares = random.Random(~seed).choice([None, NamespaceShares(0.4), few])  # apart: the trace stays as it was
         placement = SnapshotPlacement(
             self.random.choice([None, 1, 2, 3]),
             self.random.random() < 0.8,
@@ -59,7 +61,7 @@ class Trace:
         self.manager = KVCacheManager(
             self.layout,
             size,
-            policy=CachePolicy(write=POLICIES[policy], snapshots=placement),
+            policy=CachePolicy(write=POLICIES[policy], snapshots=placement, shares=shares),
             host=host,
             events=EventLog(),
             clock=clock,

@@ -12,17 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv4_jax import CacheLayout, CacheSize, DSV4Config, KVCacheManager
-from dsv4_jax.errors import ConfigError, IntegrityError, PerformanceWarning, PlanError
+from dsv4_jax.errors import ConfigError, IntegrityError, PerformanceWarning, PlanError, RequestError
 from dsv4_jax.manager.allocator import BlockAllocator
 from dsv4_jax.manager.metrics import collect_stats, pool_use, prometheus_text
 from dsv4_jax.manager.policies import (
     EVICTION_POLICIES,
     CachePolicy,
     HostWatermark,
+    NamespaceShares,
     SnapshotKind,
     SnapshotPlacement,
     WritePolicy,
 )
+from dsv4_jax.manager.prefix.eviction_policies import LRU
+from dsv4_jax.manager.prefix.hashing import Namespace
 from dsv4_jax.manager.prefix.node import Node, Tier
 from dsv4_jax.manager.prefix.prefix_tree import PrefixTree
 
@@ -348,3 +351,86 @@ def test_prometheus_text() -> None:
             assert line.split("{")[0].split()[0] == family
             float(line.rsplit(" ", 1)[1])
     assert prometheus_text(stats, prefix="x").startswith("# HELP x_units")
+
+
+# Where the next turn goes on
+
+
+def test_a_request_says_where_the_next_turn_goes_on() -> None:
+    """Of a thinking chat nothing behind the prompt's second to last token comes again: no state is kept there."""
+    layout = CacheLayout(DSV4Config.tiny())
+    block = layout.block_tokens
+    found = {}
+    for reuse in ("output", "prompt"):
+        policy = CachePolicy(snapshots=SnapshotPlacement(every=3, end_of_prompt=False, doubling=None))
+        manager = KVCacheManager(layout, CacheSize(32, 2, 16, num_snapshots=8), policy=policy)
+        request = manager.admit_request([7] * (2 * block), reuse=reuse)
+        request.tokens += [8] * (5 * block)  # sampled
+        while request.num_pending:
+            manager.plan_step(manager.schedule(block))
+            manager.take_transfers()
+        digests = manager.digests(request.tokens)
+        manager.release_request(request)
+        path = manager.cache.tree.match(digests, len(digests) * block + 1).path
+        states = [i + 1 for i, node in enumerate(path) if node.snapshot is not None]
+        turns = ([7] * (2 * block - 1) + [9] * block, [7] * (2 * block) + [8] * (5 * block))
+        found[reuse] = [manager.admit_request(turn).num_hit // block for turn in turns]
+        manager.check_integrity()
+        assert states == ([1] if reuse == "prompt" else [3, 6, 7])
+    assert found == {"prompt": [1, 1], "output": [0, 6]}
+    for wrong in ("no", None, 3):
+        with pytest.raises(RequestError, match="reuse"):
+            manager.admit_request([1], reuse=wrong)
+
+
+# Shares of namespaces
+
+
+def test_a_scan_takes_no_more_than_its_share() -> None:
+    """A tenant that reads and never comes back evicts its own units; without a share it evicts the others'."""
+    layout = CacheLayout(DSV4Config.tiny())
+    block, prompt = layout.block_tokens, [i % 250 for i in range(layout.block_tokens * 4 + 1)]
+
+    def found_after_a_scan(shares: NamespaceShares | None) -> tuple[int, KVCacheManager]:
+        manager = KVCacheManager(
+            layout, CacheSize(24, 1, 8, num_snapshots=9), policy=CachePolicy(eviction=LRU, shares=shares)
+        )
+
+        def ask(tenant: str, first: int) -> int:
+            request = manager.admit_request([first, *prompt[1:]], namespace=Namespace(tenant))
+            while request.num_pending:
+                manager.plan_step([(request, min(request.num_pending, block))])
+                manager.take_transfers()
+            manager.release_request(request)
+            manager.check_integrity()
+            return request.num_hit
+
+        assert ask("chat", 0) == 0
+        for i in range(1, 20):
+            ask("scan", i)
+        return ask("chat", 0), manager
+
+    assert found_after_a_scan(None)[0] == 0
+    for shares in (NamespaceShares(0.5), NamespaceShares(of={Namespace("scan"): 0.5})):
+        found, manager = found_after_a_scan(shares)
+        assert found == 4 * block
+        use = manager.stats().cache.namespaces[Namespace("scan"), Tier.DEVICE]
+        # The device has 24 blocks and 10 slots; what a live request has counts, too.
+        assert use.limit == use.share * (24 + 10 * manager.cache.snapshot_pages) and use.evicted > 0
+        assert 0 < use.used <= use.limit + 5 + manager.cache.snapshot_pages
+        text = prometheus_text(manager.stats())
+        assert f'dsv4_cache_namespace_evictions_total{{namespace="scan",tier="device"}} {use.evicted:.1f}' in text
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"each": 0}, {"each": 1.5}, {"each": True}, {"of": {"a": 0.5}}, {"of": {Namespace("a"): 0}}, {"of": 3}],
+)
+def test_shares_are_of_namespaces_and_no_more_than_all(arguments: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="namespace shares"):
+        NamespaceShares(**arguments)
+
+
+def test_a_policy_refuses_other_shares() -> None:
+    with pytest.raises(ConfigError, match="shares"):
+        CachePolicy(shares=0.5)

@@ -82,7 +82,9 @@ class Evictor:
     def _leave(self, node: Node, tier: Tier, freed: Freed) -> None:
         """One victim goes down to a copy, or away."""
         if tier is self._nodes.last_tier and (tier is T.DEVICE or node.state is not S.DEVICE) and not is_idle_end(node):
-            self._nodes.raise_level(block_worth(node))
+            self._nodes.lose(node, tier, block_worth(node))
+        if node.owner is not None and node.owner.over.get(tier):
+            node.owner.evicted[tier] += 1
         if tier is T.DEVICE and (node.host or (node.stored and not node.on_host)):
             self._nodes.set_state(node, S.HOST if node.host else S.STORAGE)
             freed.blocks.append(node.block)

@@ -170,6 +170,11 @@ class BlockHasher:
         return hasher
 
     @property
+    def namespace(self) -> Namespace:
+        """The namespace of the request: of one that names none, that without a tenant."""
+        return Namespace() if self._namespace is None else self._namespace
+
+    @property
     def num_tokens(self) -> int:
         return len(self._ids)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 
 from ...events import Tier
 
@@ -17,6 +17,7 @@ __all__ = [
     "TRANSITIONS",
     "Node",
     "NodeState",
+    "Owner",
     "Pages",
     "S",
     "Snapshot",
@@ -88,6 +89,7 @@ Pages = tuple[int, ...]
 Unit = int | Pages
 
 TIERS = (T.DEVICE, T.HOST, T.STORAGE)
+_SHARED = (T.DEVICE, T.HOST)  # tiers of which namespaces may have shares
 
 TRANSITIONS: dict[NodeState, frozenset[NodeState]] = {
     S.WRITING: frozenset({S.DEVICE, S.REMOVED}),  # publish, abort
@@ -194,6 +196,27 @@ class Snapshot:
         return T.DEVICE if self.device else T.HOST if self.host else T.STORAGE if self.stored else T.NONE
 
 
+@dataclasses.dataclass(eq=False, slots=True)
+class Owner:
+    """A namespace that has units.
+
+    Attributes:
+        name: of the namespace.
+        share: of the units of a tier, in (0, 1].
+        used: its units in each tier, in blocks.
+        over: in which tiers it has more than its share.
+        evicted: blocks and states of it that have left a tier because it had.
+        roots: its first blocks.
+    """
+
+    name: Hashable
+    share: float
+    used: dict[Tier, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(_SHARED, 0))
+    over: dict[Tier, bool] = dataclasses.field(default_factory=lambda: dict.fromkeys(_SHARED, False))
+    evicted: dict[Tier, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(_SHARED, 0))
+    roots: dict[Node, None] = dataclasses.field(default_factory=dict)
+
+
 class Node:
     """One block of a prefix. Made and changed by `PrefixTree` only; read freely.
 
@@ -211,6 +234,7 @@ class Node:
         last_access: clock when a path with it was last referenced or released; never later than its parent's.
         level: worth that counts as none when it was last referenced (see worth.py); never above its parent's.
         snapshot: state at the end of the block, or None.
+        owner: whose it is, where namespaces have shares (see owners.py).
         children: how many nodes have this parent; `on_device`, `on_host`: those of them in that tier.
     """
 
@@ -230,6 +254,7 @@ class Node:
         "number",
         "on_device",
         "on_host",
+        "owner",
         "parent",
         "previous",
         "queued",
@@ -244,6 +269,7 @@ class Node:
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.block = self.host = 0
         self.stored = False
+        self.owner: Owner | None = None if parent is None else parent.owner
         self.refs = self.held = self.hits = self.last_access = self.level = 0
         self.snapshot: Snapshot | None = None
         self.children = self.on_device = self.on_host = 0

@@ -17,6 +17,7 @@ from .node import (
     TRANSITIONS,
     Node,
     NodeState,
+    Owner,
     S,
     T,
     Tier,
@@ -26,6 +27,7 @@ from .node import (
     link,
     unlink,
 )
+from .owners import Owners, is_over
 from .queues import CopyLists, EvictionQueues
 
 __all__ = ["NodeTable"]
@@ -57,7 +59,10 @@ class NodeTable:
         *,
         last_tier: Tier = T.DEVICE,
         ranks: int = 1,
+        owners: Owners | None = None,
+        snapshot_blocks: int = 1,
     ):
+        self._owners, self.snapshot_blocks = owners, snapshot_blocks
         self._ranks = ranks
         self._queues, self._wanted, self._events, self.last_tier = queues, wanted, events, last_tier
         self._number = self.clock = 0
@@ -77,6 +82,8 @@ class NodeTable:
         self.pins = 0
         self._queues.clear()
         self._wanted.clear()
+        if self._owners is not None:
+            self._owners.clear()
 
     def is_current(self, node: Node) -> bool:
         """Whether the node is still in the tree."""
@@ -98,16 +105,25 @@ class NodeTable:
 
     # Changes
 
-    def new(self, digest: bytes, parent: Node | None, state: NodeState) -> Node:
-        """A node that is in no dictionary yet."""
+    def new(self, digest: bytes, parent: Node | None, state: NodeState, owner: Owner | None = None) -> Node:
+        """A node that is in no dictionary yet. `owner`: of a node without a parent."""
         self._number += 1
         node = Node(digest, parent, self._number, self.epoch, state)
         node.level = self.level if parent is None else parent.level
         self.counts[state] += 1
+        if owner is not None and parent is None:
+            node.owner = owner
+            owner.roots[node] = None
         if state in SETTLED:
             self._count_idle(node, state.tier, 1)
         link(node)
+        self._count_owned(node, state.tier, 1, T.DEVICE)
         return node
+
+    def _count_owned(self, node: Node, tier: Tier, units: int, only: Tier) -> None:
+        """The node has so many units more in a tier, if it is `only`."""
+        if node.owner is not None and tier is only and self._owners is not None:
+            self._owners.count(node, tier, units)
 
     @property
     def idle_on(self) -> list[int]:
@@ -146,6 +162,9 @@ class NodeTable:
         self.counts[old] -= 1
         self.counts[state] += 1
         node.state = state
+        if before is not after:
+            self._count_owned(node, before, -1, T.DEVICE)
+            self._count_owned(node, after, 1, T.DEVICE)
         if state is S.REMOVED:
             return
         if state is S.HOST:
@@ -191,6 +210,7 @@ class NodeTable:
         """Gives the node a host unit, or takes it away (0). Returns the one it had."""
         old, node.host = node.host, host
         self.num_host += bool(host) - bool(old)
+        self._count_owned(node, T.HOST, bool(host) - bool(old), T.HOST)
         return old
 
     def set_snapshot(self, node: Node, tier: Tier, unit: Unit) -> Unit:
@@ -200,14 +220,15 @@ class NodeTable:
             return 0
         old = snapshot.set_copy(tier, unit)
         self.num_snapshots[tier] += bool(unit) - bool(old)
+        self._count_owned(node, tier, self.snapshot_blocks * (bool(unit) - bool(old)), tier)
         if snapshot.tier is T.NONE:
             node.snapshot = None
             self._queues.end_of_path(node)
         return old
 
-    def raise_level(self, worth: int) -> None:
-        """A unit of this worth is lost."""
-        if worth > self.level:
+    def lose(self, node: Node, tier: Tier, worth: int) -> None:
+        """A unit of this worth is lost from the last tier. One of an owner that is over says nothing of the others."""
+        if worth > self.level and not is_over(node, tier):
             self.level = worth
 
     def drop(self, node: Node, freed: Freed) -> None:
@@ -237,6 +258,8 @@ class NodeTable:
                 freed.snapshots.append(snapshot.device)
             for tier in TIERS:
                 self.set_snapshot(node, tier, 0)
+        if node.owner is not None:
+            node.owner.roots.pop(node, None)
 
     def emit(self, kind: str, tier: Tier, node: Node) -> None:
         """Tells the event log of a copy that came ("stored") or went ("removed")."""

@@ -20,12 +20,13 @@ The parts, each with its own state and rules; `PrefixTree` itself knows paths: m
 * `evictor` (evictor.py): blocks that leave a tier to make room.
 * `snapshots` (snapshots.py): the states that hits can end at.
 * `host` (host_evictor.py): blocks and states that leave the host to make room for either.
+* `owners` (owners.py): whose units are whose, where namespaces have shares of a tier.
 * `holds` (holds.py): host copies that stay where they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 from ...checks import check_integer
@@ -37,8 +38,9 @@ from .evictor import Evictor
 from .holds import Holds
 from .host_evictor import HostEvictor
 from .moves import BlockMoves
-from .node import MATCHABLE, SETTLED, Node, NodeState, S, Snapshot, T, Tier, children_of, link, unlink
+from .node import MATCHABLE, SETTLED, Node, NodeState, Owner, S, Snapshot, T, Tier, children_of, link, unlink
 from .nodes import NodeTable
+from .owners import Owners
 from .queues import CopyLists, EvictionQueues
 from .snapshots import Snapshots
 from .tree_checks import check_tree
@@ -97,6 +99,8 @@ class PrefixTree:
         persists: whether blocks that come to rest on the host are put on the list of `pop_persists`.
         events: the log of copies that come and go.
         ranks: over which the blocks of a path are dealt out (`CacheSize.pool_ranks`).
+        share_of: the share of a namespace of each tier's units; None: all are evicted alike.
+        capacity: units of each tier, in blocks, which shares are of.
     """
 
     def __init__(
@@ -111,13 +115,26 @@ class PrefixTree:
         persists: bool = False,
         events: EventLog | None = None,
         ranks: int = 1,
+        share_of: Callable[[Hashable], float] | None = None,
+        capacity: Mapping[Tier, int] | None = None,
     ):
         self.ranks = ranks
+        self.snapshot_blocks = check_integer("snapshot_blocks", snapshot_blocks, 1, error=PlanError)
+        shared = share_of is not None
         self.block_tokens = check_integer("block_tokens", block_tokens, 1, error=PlanError)
         self.counters = TreeCounters()
-        self.queues = EvictionQueues(eviction, moves_down=host and moves_down)
+        self.queues = EvictionQueues(eviction, moves_down=host and moves_down, shared=shared)
         self.wanted = CopyLists(backup_after, persists)
-        self.nodes = NodeTable(self.queues, self.wanted, events, last_tier=T.HOST if host else T.DEVICE, ranks=ranks)
+        self.owners = Owners(share_of, capacity or {}, self._demote)
+        self.nodes = NodeTable(
+            self.queues,
+            self.wanted,
+            events,
+            last_tier=T.HOST if host else T.DEVICE,
+            ranks=ranks,
+            owners=self.owners if shared else None,
+            snapshot_blocks=self.snapshot_blocks,
+        )
         self.moves = BlockMoves(self.nodes)
         self.evictor = Evictor(self.nodes, self.queues, self.moves, self.counters)
         self.snapshots = Snapshots(
@@ -125,7 +142,7 @@ class PrefixTree:
             self.queues,
             self.wanted,
             self.counters,
-            check_integer("snapshot_blocks", snapshot_blocks, 1, error=PlanError),
+            self.snapshot_blocks,
         )
         self.host = HostEvictor(self.queues, self.evictor, self.snapshots)
         self.holds = Holds(self.nodes, self.queues)
@@ -270,7 +287,12 @@ class PrefixTree:
 
     # Writing
 
-    def reserve(self, parent: Node | None, digest: bytes, block: int) -> Node:
+    def _demote(self, node: Node, tier: Tier) -> None:
+        """The node's block and snapshot have come to leave the tier before others."""
+        self.queues.blocks[tier].relist(node)
+        self.queues.snapshots[tier].relist(node)
+
+    def reserve(self, parent: Node | None, digest: bytes, block: int, owner: Owner | None = None) -> Node:
         """Returns a node for a block about to be written: nobody can match it until `publish`. Referenced once, by the
         caller.
 
@@ -278,6 +300,7 @@ class PrefixTree:
             parent: the node before it in the caller's path, published or itself reserved; None for a first block.
             digest: of the block.
             block: the device block that will hold it.
+            owner: whose path it is (`owners.of`); that of a parent that nobody owned becomes the owner's.
 
         Raises:
             IntegrityError: the parent is gone, not on the device, or the caller cannot hold a reference to it.
@@ -287,7 +310,12 @@ class PrefixTree:
             self.nodes.check(parent)
             if parent.state.tier is not T.DEVICE or not parent.refs:
                 raise IntegrityError(f"nothing can be written below {parent}: it must be on the device and referenced")
-        node = self.nodes.new(digest, parent, S.WRITING)
+            if owner is not None and parent.owner is None:  # it came from storage, or from another host
+                root = parent
+                while root.parent is not None:
+                    root = root.parent
+                self.owners.adopt(root, owner, self.snapshot_blocks)
+        node = self.nodes.new(digest, parent, S.WRITING, owner)
         node.block, node.refs = block, 1
         self.nodes.writing[node] = None
         return node

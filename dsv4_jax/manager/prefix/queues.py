@@ -13,6 +13,7 @@ from ...errors import PlanError
 from ...eviction_queue import EvictionQueue
 from .eviction_policies import EvictionPolicy
 from .node import TIERS, Node, S, T, Tier
+from .owners import with_owners
 from .worth import is_idle_end
 
 __all__ = ["CopyLists", "EvictionQueues", "Listed"]
@@ -36,25 +37,28 @@ class EvictionQueues:
     Args:
         policy: the smallest keys leave first.
         moves_down: whether blocks that are evicted from the device go to the host.
+        shared: whether namespaces have shares of the tiers (see owners.py).
 
     Attributes:
         blocks, snapshots: a queue per tier. Storage has none for snapshots: these leave it with their blocks.
     """
 
-    def __init__(self, policy: EvictionPolicy, *, moves_down: bool = False):
-        self._policy, self._moves_down = policy, moves_down
+    def __init__(self, policy: EvictionPolicy, *, moves_down: bool = False, shared: bool = False):
+        self._policies = {tier: with_owners(policy, tier) if shared else policy for tier in TIERS}
+        self._moves_down = moves_down
         self.blocks: dict[Tier, EvictionQueue[Node]] = {}
         self.snapshots: dict[Tier, EvictionQueue[Node]] = {}
         self.clear()
 
     def clear(self) -> None:
         """Removes all nodes from the lists."""
-        policy, keys = self._policy, dict.fromkeys(TIERS, self._policy.block)
+        policies = self._policies
+        keys = {tier: policies[tier].block for tier in TIERS}
         if self._moves_down:
-            keys[T.DEVICE] = policy.moved
-            keys[T.HOST] = functools.partial(_key_on_host, policy)
+            keys[T.DEVICE] = policies[T.DEVICE].moved
+            keys[T.HOST] = functools.partial(_key_on_host, policies[T.HOST])
         self.blocks = {tier: EvictionQueue(bit, leaves, keys[tier]) for tier, bit, leaves in _BLOCKS}
-        self.snapshots = {tier: EvictionQueue(bit, leaves, policy.snapshot) for tier, bit, leaves in _SNAPSHOTS}
+        self.snapshots = {tier: EvictionQueue(bit, leaves, policies[tier].snapshot) for tier, bit, leaves in _SNAPSHOTS}
 
     def push(self, node: Node) -> None:
         """Puts the node into the queues of the tiers that its block may leave now."""

@@ -162,9 +162,11 @@ class Snapshots:
             raise OutOfBlocksError(count, len(nodes), len(nodes), f"{tier.name.lower()} snapshot")
         self._counters.evicted_snapshots += count
         moves, spots = [], list(reversed(room))
-        for node in nodes if tier is self._nodes.last_tier else ():
-            if node.snapshot is not None:
-                self._nodes.raise_level(snapshot_worth(node.snapshot))
+        for node in nodes:
+            if node.snapshot is not None and tier is self._nodes.last_tier:
+                self._nodes.lose(node, tier, snapshot_worth(node.snapshot))
+            if node.owner is not None and node.owner.over.get(tier):
+                node.owner.evicted[tier] += 1
         for node in reversed(nodes):
             if spots and node.snapshot is not None and not node.snapshot.host:
                 moves.append(StateMove(node, node.snapshot.device, spots[-1]))

@@ -6,8 +6,9 @@ import collections
 
 from ...errors import IntegrityError
 from .holds import Holds
-from .node import SETTLED, TIERS, Node, NodeState, S, Tier, children_of
+from .node import SETTLED, TIERS, Node, NodeState, Owner, S, Tier, children_of
 from .nodes import NodeTable
+from .owners import units_of
 from .queues import EvictionQueues
 
 __all__ = ["check_tree"]
@@ -56,6 +57,7 @@ def check_tree(table: NodeTable, queues: EvictionQueues, holds: Holds) -> None:
     for state in NodeState:
         if state is not S.REMOVED and table.counts[state] != counts[state]:
             raise IntegrityError(f"{table.counts[state]} nodes are said to be {state.value}, {counts[state]} are")
+    _check_owners(table, nodes)
     for queue in (*queues.blocks.values(), *queues.snapshots.values()):
         if late := queue.late():
             raise IntegrityError(f"{late} are worth less than their queue knows")
@@ -64,6 +66,21 @@ def check_tree(table: NodeTable, queues: EvictionQueues, holds: Holds) -> None:
             raise IntegrityError(f"{table.idle[tier]} nodes are said to be evictable in {tier.name}, {idle[tier]} are")
     if sum(table.idle_on) != table.idle[Tier.DEVICE] or min(table.idle_on) < 0:
         raise IntegrityError(f"evictable on each rank: {table.idle_on}, together {table.idle[Tier.DEVICE]}")
+
+
+def _check_owners(table: NodeTable, nodes: list[Node]) -> None:
+    used: collections.Counter[tuple[Owner, Tier]] = collections.Counter()
+    owners = {}
+    for node in nodes:
+        if node.owner is not None:
+            owners[node.owner] = None
+            _require(node.parent is not None or node in node.owner.roots, node, "is no root that its owner knows")
+            for tier, units in units_of(node, table.snapshot_blocks).items():
+                used[node.owner, tier] += units
+    for owner in owners:
+        for tier, units in owner.used.items():
+            if units != used[owner, tier]:
+                raise IntegrityError(f"{owner.name} is said to have {units} units in {tier.name}: {used[owner, tier]}")
 
 
 def _check_node(table: NodeTable, queues: EvictionQueues, node: Node, children: list[Node]) -> None:
