@@ -223,6 +223,38 @@ class DSV4Config:
         return cls(**(fields | overrides))
 
     @classmethod
+    def tiny_released(cls, **overrides: Any) -> DSV4Config:
+        """Returns a model of three layers and an MTP layer whose checkpoint is as the published ones are: 10 MB.
+
+        Matrices of FP8 blocks and FP4 experts, every attention kind, a layer routed by token ids and two by scores.
+        Rows of the cache are V4's, and sizes what kernels for released weights take (but for hyper-connections, which
+        have kernels of the published widths only). The vocabulary holds `text.save_byte_tokenizer`'s.
+        """
+        fields: dict[str, Any] = dict(
+            vocab_size=272,
+            hidden_size=256,
+            num_attention_heads=4,
+            head_dim=512,
+            rope_dim=64,
+            q_lora_rank=128,
+            o_groups=2,
+            o_lora_rank=128,
+            sliding_window=128,
+            index_n_heads=8,
+            index_head_dim=128,
+            index_topk=32,
+            max_position_embeddings=16384,
+            yarn=YarnScaling(original_max_position_embeddings=1024),
+            n_routed_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=256,
+            num_hash_layers=1,
+            num_mtp_layers=1,
+            layer_types=_types([0, 4, 128]),
+        )
+        return cls(**(fields | overrides))
+
+    @classmethod
     def from_hf(cls, source: str | pathlib.Path | Mapping[str, Any]) -> DSV4Config:
         """Reads a Hugging Face config: a `config.json`, the directory that holds one, or its dict.
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from dsv4_jax import rope_frequencies
+from dsv4_jax import CacheLayout, rope_frequencies
 from dsv4_jax.config import AttentionType, DSV4Config, YarnScaling, build_schedule
+from dsv4_jax.cuda.widths import INDEX_ROWS, KV_ROW, WIDTHS, unsupported_rows
 from dsv4_jax.errors import ConfigError
 
 SWA, CSA, HCA = AttentionType.SWA, AttentionType.CSA, AttentionType.HCA
@@ -74,6 +75,18 @@ def test_pro_schedule() -> None:
     assert (cfg.num_layers, cfg.count(SWA), cfg.count(CSA), cfg.count(HCA)) == (61, 0, 30, 31)
     assert [s.attn for s in build_schedule(cfg)] == [HCA, HCA] + [CSA, HCA] * 29 + [CSA]
     assert (cfg.num_attention_heads, cfg.index_topk, cfg.q_lora_rank) == (128, 1024, 1536)
+
+
+def test_the_tiny_released_model_is_one_that_kernels_take() -> None:
+    """Rows of V4, a layer of each kind and routing, FP8 blocks and FP4 experts of the kernels' sizes."""
+    cfg, flash = DSV4Config.tiny_released(), DSV4Config.flash()
+    layout = CacheLayout(cfg, "fp8", "fp4")
+    assert not unsupported_rows(layout.kv_row, KV_ROW) and not unsupported_rows(layout.index_row, *INDEX_ROWS)
+    assert {*cfg.layer_types} == {*AttentionType} and 0 < cfg.num_hash_layers < cfg.num_layers and cfg.num_mtp_layers
+    for name in ("csa_ratio", "hca_ratio", "sliding_window", "rope_dim", "hc_mult"):
+        assert getattr(cfg, name) == getattr(flash, name), name
+    assert cfg.index_n_heads <= WIDTHS.index_heads and not cfg.moe_intermediate_size % 256 and not cfg.hidden_size % 256
+    assert [x % 128 for x in (cfg.q_lora_rank, cfg.o_lora_rank, cfg.num_attention_heads * cfg.head_dim)] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("cfg", [DSV4Config.flash(), DSV4Config.pro()])

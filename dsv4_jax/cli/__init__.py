@@ -21,10 +21,11 @@ from .printing import one_line, say
 
 __all__ = ["entry", "main"]
 
-_COMMANDS = ("demo", "generate", "logits", "plan", "simulate", "bench", "doctor", "build")
+_COMMANDS = ("demo", "init", "generate", "logits", "plan", "simulate", "bench", "doctor", "build")
 _EXAMPLES = """\
 examples:
   dsv4-jax demo                                                  real text through the cache, checked
+  dsv4-jax init DIR                                              a tiny checkpoint to try things with
   dsv4-jax plan --model flash --hbm 80GiB --context 128K         how many requests fit?
   dsv4-jax simulate trace.jsonl --hbm 20GiB                      what would prefix caching find?
   dsv4-jax generate --checkpoint DIR --prompt 'Once upon a time' text from a checkpoint
