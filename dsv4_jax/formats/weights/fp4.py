@@ -54,7 +54,8 @@ _PLACES = {(0, 0, 0): (0, 0), (0, 0, 1): (0, 4), (0, 1, 0): (0, 10), (0, 1, 1): 
 _LEFT = np.uint32(0x60306030)  # bits of word 2 that lie in word 0
 # Axes of codes packed alike, [..., tile, w, r, step, half, g, q], as of words [..., tile, step, half, g, w, r, q].
 _PACKED_AXES = (0, 1, 4, 5, 6, 2, 3, 7)
-_WORD_AXES = (0, 1, 5, 6, 2, 3, 4, 7)  # the other way
+# Axes of codes [..., tile, step, half, g, w, r, q, product, c, h] as of those of a matrix.
+_CODE_AXES = (0, 1, 5, 10, 6, 2, 3, 4, 8, 9, 7)
 
 _MEAN_SQUARE = 8.5625  # of the values of all e2m1 codes
 
@@ -115,15 +116,15 @@ def unpack(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
     *lead, tiles, steps, _ = packed.shape
     x = packed.reshape(-1, tiles, steps, TILE_BYTES)
     both = lax.bitcast_convert_type(x[..., :_CODE_BYTES].reshape(-1, tiles, steps, 2, 2, 4, 8, 4, 2, 4), jnp.uint32)
-    low, high = both[..., 0], both[..., 1]
-    words = (low, high, (low & _LEFT) | (high & ~_LEFT))
-    alike = {}
-    for (*_, h, _, _, _, _, product, c), word, by in _places():
-        alike[product, c, h] = _code_bytes(_turned(words[word], by)).transpose(_WORD_AXES)
-    by_half = {(p, c): jnp.stack([alike[p, c, h] for h in (0, 1)], 3) for p in (0, 1) for c in (0, 1)}
-    codes = jnp.stack([jnp.stack([by_half[p, c] for c in (0, 1)], -2) for p in (0, 1)], -3)
+    low, high = both[..., :1], both[..., 1:]
+    # Every place by the same operations: each on its own, they would be most of what XLA compiles of an expert.
+    words, turns = (np.array(x).reshape(*[1] * (low.ndim - 1), -1) for x in zip(*_PLACES.values(), strict=True))
+    of_low = np.array([0xFFFFFFFF, 0, _LEFT], np.uint32)[words]
+    codes = _code_bytes(_turned(low & of_low | high & ~of_low, turns))
+    codes = codes.reshape(*codes.shape[:-1], 2, 2, 2).transpose(_CODE_AXES)
     word = lax.bitcast_convert_type(x[..., _CODE_BYTES:].reshape(-1, tiles, steps, 4, 8, 2, 4), jnp.uint32)
-    exponents = jnp.stack([word >> 7, word >> 23, word >> 15, _turned(word, -1)], -1).astype(jnp.uint8) - _OFFSET
+    shifts = np.array([7, 23, 15, 31]).reshape(*[1] * word.ndim, 4)
+    exponents = _turned(word[..., None], shifts).astype(jnp.uint8) - _OFFSET
     scales = exponents.reshape(*word.shape, 2, 2).transpose(0, 1, 3, 7, 4, 2, 5, 6)
     return codes.reshape(*lead, tiles * TILE_ROWS, -1), scales.reshape(*lead, tiles * TILE_ROWS, -1)
 
@@ -157,9 +158,10 @@ def _places() -> Iterator[tuple[tuple, int, int]]:
         yield (slice(None),) * 3 + (h,) + (slice(None),) * 4 + (product, c), word, rotation
 
 
-def _turned(x: jax.Array, by: int) -> jax.Array:
+def _turned(x: jax.Array, by: int | np.ndarray) -> jax.Array:
     """Rotated right by so many bits, uint32."""
-    return x >> np.uint32(by % 32) | x << np.uint32(-by % 32) if by % 32 else x
+    right = np.asarray(by % 32, np.uint32)
+    return x >> right | x << (-right % np.uint32(32))
 
 
 def _fields(byte: jax.Array) -> jax.Array:

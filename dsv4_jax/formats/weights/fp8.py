@@ -86,16 +86,18 @@ def draw(key: jax.Array, rows: int, columns: int) -> tuple[jax.Array, jax.Array]
 def unpack(packed: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Unpacks the parts to codes and scales as released."""
     tiles, steps, _ = packed.shape
-    words = lax.bitcast_convert_type(packed.reshape(tiles, steps, 4, 4, 8, 4, 2, 2, 4), jnp.uint32)
-    fields = _pair_fields(words[..., 0], words[..., 1])
-    pairs = jnp.stack([_code(x >> np.uint32(16 * half)) for x in fields for half in (0, 1)], -1)
-    pairs = pairs.reshape(*pairs.shape[:-1], 2, 2, 2)  # c, h, half
+    x = packed.reshape(tiles, steps, 4, 4, 8, 4, 2, 2, 2, 2)  # ..., word, half, byte
+    # By bytes, and what is alike at once: by words and pairs it would be most of what XLA compiles of a step.
+    low, high = x[..., 0], x[..., 1]
+    whole = _bits(high, 0x80) | _bits(high, 7) << np.uint8(4) | low >> np.uint8(4)
+    ends = jnp.stack([x[..., 0, :, :], x[..., 1, ::-1, :]], -3)  # the fourth's are in the other half
+    spread = _bits(ends[..., 1], 8) << np.uint8(4) | _bits(high[..., ::-1, :], 0x70) | _bits(ends[..., 0], 15)
+    pairs = jnp.concatenate([whole, spread], -2).reshape(*x.shape[:-3], 2, 2, 2)  # c, h, half
     return pairs.transpose(*_PACKED_AXES, pairs.ndim - 1).reshape(tiles * TILE_ROWS, steps * TILE_COLUMNS), scales
 
 
-def _code(fields: jax.Array) -> jax.Array:
-    """The code whose sign and magnitude lie in the fields of the lower bf16."""
-    return (fields >> np.uint32(8) & np.uint32(0x80) | fields >> np.uint32(4) & np.uint32(0x7F)).astype(jnp.uint8)
+def _bits(x: jax.Array, mask: int) -> jax.Array:
+    return x & np.uint8(mask)
 
 
 def _tiled(rows: int, columns: int) -> tuple[int, ...]:
@@ -108,13 +110,6 @@ def _two_words(pairs: jax.Array) -> tuple[jax.Array, jax.Array]:
     first, second, third, fourth = (_fields(pairs[..., i].astype(np.uint32)) for i in range(4))
     third, fourth = third >> np.uint32(_SHIFT), _turned(fourth, -_SHIFT)
     return first | third & _THIRD | fourth & _FOURTH, second | _turned(third & ~_THIRD | fourth & ~_FOURTH, -_TURN)
-
-
-def _pair_fields(first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """The four pairs of two words, uint32; other bits than those of the fields are anything."""
-    turned = _turned(second, _TURN)
-    third, fourth = first & _THIRD | turned & ~_THIRD, first & _FOURTH | turned & ~_FOURTH
-    return first, second, third << np.uint32(_SHIFT), _turned(fourth, _SHIFT)
 
 
 def _turned(x: jax.Array, by: int) -> jax.Array:
