@@ -145,7 +145,8 @@ class Core:
         self._sent: collections.deque[_Sent] = collections.deque()
         self._outputs: list[Output] = []  # that wait for the next `take`, or `drain`
         self._deadlines: list[tuple[float, int, Job]] = []  # a heap
-        self._masked = self._order = self._waiting = self._stale = 0
+        self._masked = self._order = self._waiting = self._stale = self._scores = 0
+        self._scored = False  # whether the call planned last was of scores
 
     # What is asked for
 
@@ -164,7 +165,7 @@ class Core:
         most = self.limits.new_tokens
         if most is not None and prompt.max_new_tokens > most:
             raise RequestError(f"max_new_tokens is {prompt.max_new_tokens}, at most {most} are allowed here")
-        need = len(tokens) + prompt.max_new_tokens - 1  # the last token sampled is never fed
+        need = len(tokens) + (0 if prompt.score else prompt.max_new_tokens) - 1  # the last token sampled is never fed
         if need > (limit := self._limit):
             raise ContextLimitError(prompt.id if prompt.id is not None else "new", need, limit)
         if prompt.arrival is not None and prompt.arrival.manager not in self.managers:
@@ -218,6 +219,8 @@ class Core:
     def _enqueue(self, job: Job) -> None:
         job.state, job.request, job.ahead, job.row = JobState.QUEUED, None, 0, -1
         self._waiting += 1
+        if job.prompt.score:  # from its beginning, if it had begun
+            job.out, job.logprobs, job.top = [], [], []
         if job.fetch is not None or job.prompt.arrival is not None:
             self._fetching.append(job)
         else:
@@ -302,10 +305,35 @@ class Core:
         self._bring_in(now)
         if not any(self._live):
             return None
+        if self._scores and not self._scored:
+            work = self._score() or self._next_step()
+        else:
+            work = self._next_step() or (self._score() if self._scores else None)
+        self._scored = work is not None and work.kind == "score"
+        return work
+
+    def _next_step(self) -> Work | None:
+        """The next call of requests that sample."""
         each = [self._schedule(shard) for shard in range(len(self.managers))]
+        return self._planned(each) if any(each) else None
+
+    def _score(self) -> Work | None:
+        """The next chunks of texts that are scored, whose blocks are all reserved."""
+        shape, each = self.shapes.mixed, list[list[tuple[Job, int]]]()
+        for live in self._live:
+            room, pairs = shape.tokens, list[tuple[Job, int]]()
+            for job in sorted((job for job in live.values() if job.prompt.score), key=_in_turn):
+                assert job.request is not None
+                if count := min(room, len(job.prompt.tokens) - job.request.num_cached):
+                    pairs.append((job, count))
+                    room -= count
+            each.append(pairs)
         if not any(each):
             return None
-        return self._planned(each)
+        self.counts["calls"] += 1
+        self.counts["steps"] += 1
+        self.counts["computed_tokens"] += sum(count for pairs in each for _, count in pairs)
+        return self._work(each, [[0] * len(pairs) for pairs in each], False, 1, scores=True)
 
     def _bring_in(self, now: float) -> None:
         """Makes requests live: those that were preempted come first."""
@@ -374,7 +402,7 @@ class Core:
         """The next in the queue becomes live, or ends in an error of its own; False: it has to wait."""
         prompt = job.prompt
         extra = self.shapes.steps * (1 + self.shapes.drafts) - 1
-        need = len(prompt.tokens) + prompt.max_new_tokens - 1 + extra
+        need = len(prompt.tokens) + (0 if prompt.score else prompt.max_new_tokens - 1 + extra)
         limit = min(need, self._limit)
         for shard in self._places(job):
             manager = self.managers[shard]
@@ -384,10 +412,11 @@ class Core:
                 if prompt.arrival is not None and not prompt.arrival.closed:
                     request = manager.admit_remote(prompt.arrival, max_tokens=limit)
                 else:
-                    text = job.text if job.out else prompt.tokens
-                    request = manager.admit_request(
-                        text, max_tokens=limit, namespace=prompt.namespace, items=prompt.items
-                    )
+                    text = () if prompt.score else job.text if job.out else prompt.tokens
+                    space: dict[str, Any] = dict(namespace=prompt.namespace, items=prompt.items, reuse=prompt.reuse)
+                    request = manager.admit_request(text, max_tokens=limit, **({} if prompt.score else space))
+                if prompt.score:  # without its tokens it can neither wait for blocks nor be preempted
+                    self._reserve(manager, request, len(prompt.tokens))
             except (NoFreeSlotError, OutOfBlocksError) as error:
                 self.problem = error
                 continue
@@ -401,6 +430,13 @@ class Core:
             self._enter(job, shard, request)
             return True
         return False
+
+    def _reserve(self, manager: KVCacheManager, request: Request, tokens: int) -> None:
+        try:
+            manager.reserve(request, tokens)
+        except OutOfBlocksError:
+            manager.release_request(request)
+            raise
 
     def _places(self, job: Job) -> list[int]:
         """The shards, best first: which has most of it cached, of those which has the fewest requests."""
@@ -418,6 +454,7 @@ class Core:
             self._waiting -= 1
             self._tenants[job.tenant] += 1
             self._masked += job.prompt.mask is not None
+            self._scores += job.prompt.score
         job.state, job.shard, job.request, job.row, job.fresh = JobState.LIVE, shard, request, -1, True
         self._live[shard][request] = job
 
@@ -443,8 +480,11 @@ class Core:
                 continue
             if offered or self._sent:
                 return [(live[request], count) for request, count in offered]
-            if len(live) > 1:
-                self._preempt(max(live.values(), key=_in_turn))
+            others = [job for job in live.values() if not job.prompt.score]
+            if len(others) > 1:
+                self._preempt(max(others, key=_in_turn))
+            elif len(live) > 1:
+                return []  # scores end first
             else:
                 needed, free = self.layout.blocks_for(waiting[0].request.num_cached + 1), manager.cache.num_available  # type: ignore[union-attr]
                 self._end(waiting[0], "error", OutOfBlocksError(needed, free, manager.size.total_blocks))
@@ -491,12 +531,15 @@ class Core:
         self.counts["computed_tokens"] += sum(count for pairs in each for _, count in pairs) * steps
         return self._work(each, drafts, decoding, steps)
 
-    def _work(self, each: list[list[tuple[Job, int]]], drafts: Any, decoding: bool, steps: int) -> Work:
+    def _work(
+        self, each: list[list[tuple[Job, int]]], drafts: Any, decoding: bool, steps: int, *, scores: bool = False
+    ) -> Work:
         """The call of these tokens, and of so many drafts of each, planned."""
         shape = self.shapes.decode if decoding else self.shapes.mixed
         plans, transfers, rows, sent = [], [], list[list[Row]](), list[list[tuple[Job, int, int, bool]]]()
         tokens = np.zeros((len(each), shape.tokens), np.int32)
         source = np.full((len(each), shape.tokens), -1, np.int32)
+        targets = np.full((len(each), shape.tokens), -1, np.int32) if scores else None
         masks: dict[int, np.ndarray] = {}
         for shard, pairs in enumerate(each):
             manager, at = self.managers[shard], 0
@@ -509,16 +552,22 @@ class Core:
                 if job.ahead:
                     source[shard, at] = job.row
                 prefills = not (job.out or job.ahead)
-                samples = start + count >= len(request.tokens)
-                text = request.tokens if job.fresh and samples else None
+                samples = start + count >= len(request.tokens) and not scores
+                if targets is not None:
+                    text: Any = job.prompt.tokens
+                    tokens[shard, at : at + count] = text[start : start + count]
+                    after = text[start + 1 : start + count + 1]
+                    targets[shard, at : at + len(after)] = after
+                known = request.tokens if job.fresh and samples else None
                 how = job.prompt, job.sampling, job.seed, request.slot
-                rows[shard].append(Row(*how, count, prefills, samples, more, text))
+                rows[shard].append(Row(*how, count, prefills, samples, more, known))
                 job.fresh = job.fresh and not samples
                 sent[shard].append((job, count, more, samples))
                 at += count + more
             planned: Any = [(job.request, n + more) for (job, n), more in zip(pairs, drafts[shard], strict=True)]
             plans.append(manager.plan_step(planned, steps=steps, shape=shape))
-            tokens[shard] = manager.plan_tokens(plans[-1], unknown=-1)
+            if not scores:
+                tokens[shard] = manager.plan_tokens(plans[-1], unknown=-1)
             transfers.append(manager.take_transfers())
         for live in self._live:
             for job in live.values():
@@ -530,8 +579,9 @@ class Core:
                 if samples and job.prompt.mask is not None:
                     self._mask(job, shard * shape.sequences + row, masks)
         self._sent.append(_Sent(sent, steps))
-        kind = "decode" if decoding else "mixed"
-        return Work(kind, plans, transfers, steps, tokens.reshape(-1), source.reshape(-1), rows, masks)
+        flat = None if targets is None else targets.reshape(-1)
+        kind = "score" if scores else "decode" if decoding else "mixed"
+        return Work(kind, plans, transfers, steps, tokens.reshape(-1), source.reshape(-1), rows, masks, flat)
 
     def _mask(self, job: Job, row: int, masks: dict[int, np.ndarray]) -> None:
         """Asks a request which tokens may come next. One that raises ends when the step has run."""
@@ -560,7 +610,7 @@ class Core:
     def _loops(self, each: list[list[tuple[Job, int]]]) -> bool:
         """Whether K steps can run at once: nobody waits, and each of them can go on for so long."""
         steps = self.shapes.steps
-        if steps == 1 or self._waiting or self._masked or any(self._preempted):
+        if steps == 1 or self._waiting or self._masked or self._scores or any(self._preempted):
             return False
         if sum(map(len, each)) != sum(map(len, self._live)):
             return False
@@ -592,6 +642,8 @@ class Core:
                     continue
                 if drawn.experts is not None and job.prompt.routed_experts:
                     self._tell(job, experts=drawn.experts[shard][row])
+                if job.prompt.score:
+                    self._take_scores(job, drawn, shard, row)
                 if not samples:
                     continue
                 job.ahead -= sent.steps
@@ -611,6 +663,19 @@ class Core:
                 self._sampled(job, request, ids, drawn, shard, row)
         self.counts["sampled_tokens"] += plain
         return self.drain()
+
+    def _take_scores(self, job: Job, drawn: Drawn, shard: int, row: int) -> None:
+        """Takes up the log-probabilities of a chunk; they are told of when all are there."""
+        assert drawn.logprobs is not None
+        new = [token for token in drawn.tokens[shard][row] if token >= 0]
+        job.out += new
+        job.logprobs += drawn.logprobs[shard][row][: len(new)]
+        if job.prompt.logprobs and drawn.top is not None:
+            count = job.prompt.logprobs
+            job.top += [(i[:count], p[:count]) for i, p in drawn.top[shard][row][: len(new)]]
+        self.counts["scored_tokens"] += len(new)
+        if len(job.out) + 1 == len(job.prompt.tokens):
+            self._end(job, "length", tokens=job.out, logprobs=job.logprobs, top=job.top)
 
     def _sampled(self, job: Job, request: Request, ids: list[int], drawn: Drawn, shard: int, row: int) -> None:
         prompt, most = job.prompt, job.prompt.max_new_tokens - len(job.out)
@@ -684,6 +749,7 @@ class Core:
 
     def _forget(self, job: Job) -> None:
         self._masked -= job.prompt.mask is not None
+        self._scores -= job.prompt.score
         self._tenants[job.tenant] -= 1
         if not self._tenants[job.tenant]:
             del self._tenants[job.tenant]

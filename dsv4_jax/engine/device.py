@@ -19,7 +19,7 @@ from ..manager import KVCacheManager
 from ..manager.transfers import Transfers
 from ..model.compiled_steps import CompiledSteps, stacked
 from ..model.draft_steps import draft_loop, draft_step
-from ..model.forward import GPU_DECODE_OPTIONS, decode_loop, sample_step
+from ..model.forward import GPU_DECODE_OPTIONS, decode_loop, sample_step, score_step
 from ..model.sampling import GREEDY, Sampled, Sampling, SamplingRows, token_counts
 from ..model.weights.params import Params, has_mtp
 from ..ops.exchange_buffers import Exchange
@@ -112,6 +112,8 @@ class DeviceExecutor:
 
     def send(self, work: Work) -> _Call:
         self.move(work.transfers)
+        if work.targets is not None:
+            return self._score(work)
         shape = self.shapes.decode if work.kind == "decode" else self.shapes.mixed
         rows = [row for some in work.rows for row in some]
         asked = [row.prompt.logprobs for row in rows if row.prompt.logprobs is not None]
@@ -148,6 +150,20 @@ class DeviceExecutor:
         if counts:
             self._counts = sampled.counts
         return _Call(sampled, kept, work, self._exchanges)
+
+    def _score(self, work: Work) -> _Call:
+        tops = [row.prompt.logprobs for some in work.rows for row in some]
+        experts = any(row.prompt.routed_experts for some in work.rows for row in some)
+        options: dict[str, Any] = dict(
+            # The head's products are those of decode steps.
+            rows=self.shapes.decode.sequences,
+            top=self._top if any(tops) else 0,
+            routed_experts=experts,
+            implementation=self._implementation,
+        )
+        step = self._placement.compiled(_score, **options)
+        scored, self.cache = step(self.params, self.cache, stacked(work.plans), work.tokens, work.targets)
+        return _Call(scored, None, work, self._exchanges)
 
     def _sampling(self, work: Work, rows: int) -> np.ndarray:
         """How each row samples: [shards * B, 10]."""
@@ -293,6 +309,8 @@ class _Call:
         for exchange in self.exchanges:
             exchange.check()
         shards, each = len(self.work.rows), len(tokens) // len(self.work.rows)
+        if self.work.targets is not None:
+            return self._scores(tokens, shards)
 
         def listed(values: Any) -> list[Any]:
             """By shard and row, one after the other what was kept of each step."""
@@ -313,6 +331,24 @@ class _Call:
         logprobs = None if sampled.logprobs is None else listed(sampled.logprobs)
         experts = None if sampled.experts is None else self._experts(np.asarray(sampled.experts), kept, shards)
         return Drawn(listed(tokens), logprobs, top, experts)
+
+    def _scores(self, targets: np.ndarray, shards: int) -> Drawn:
+        """Of each row's tokens, which are a part of the step's."""
+        work, sampled = self.work, self.sampled
+
+        def cut(values: Any) -> list[list[list[Any]]]:
+            values = np.asarray(values).reshape(shards, -1, *values.shape[1:])
+            return [
+                [values[i, plan.seq_first[j] : plan.seq_first[j] + row.count].tolist() for j, row in enumerate(rows)]
+                for i, (plan, rows) in enumerate(zip(work.plans, work.rows, strict=True))
+            ]
+
+        top = None
+        if sampled.top_ids is not None:
+            pairs = zip(cut(sampled.top_ids), cut(sampled.top_logprobs), strict=True)
+            top = [[[*zip(i, p, strict=True)] for i, p in zip(ids, probs, strict=True)] for ids, probs in pairs]
+        experts = None if sampled.experts is None else self._experts(np.asarray(sampled.experts), None, shards)
+        return Drawn(cut(targets), cut(sampled.logprobs), top, experts)
 
     def _experts(self, experts: np.ndarray, kept: np.ndarray | None, shards: int) -> list[list[np.ndarray]]:
         """Of each row [layers, tokens, k], of the tokens that it keeps.
@@ -357,6 +393,13 @@ def _how(packed: jax.Array, rest: Sequence[jax.Array], masked: bool, asked: dict
         counts=rest[masked] if len(rest) > masked else None,
         **asked,
     )
+
+
+def _score(
+    params: Params, cache: KVCache, plan: PackedPlan, tokens: jax.Array, targets: jax.Array, **options: Any
+) -> tuple[Sampled, KVCache]:
+    """One step of known texts."""
+    return score_step(params, cache, plan, tokens, targets, **options)
 
 
 def _mixed(

@@ -236,6 +236,27 @@ class Engine:
                 handle.abort()
             raise
 
+    def score(
+        self, sequences: Iterable[Sequence[int]], *, top: int = 0, routed_experts: bool = False
+    ) -> list[Completion]:
+        """Raw log-probabilities of every token but the first of each sequence, as sampling would give them.
+
+        One pass through the cache, beside requests that sample: nothing is looked up, and nothing of it stays cached.
+        `Completion.tokens` are the sequence but its first token, `logprobs` theirs (and `top`, if asked for).
+
+        Raises: as `add`; what a sequence ended in, if not in its end.
+        """
+        prompts = [
+            Prompt(tokens=tokens, score=True, logprobs=top, routed_experts=routed_experts) for tokens in sequences
+        ]
+        answers = [samples[0] for samples in self.run(prompts)]
+        for one in answers:
+            if one.error is not None:
+                raise one.error
+            if one.finish != "length":
+                raise EngineError(f"a score ended as {one.finish}")
+        return answers
+
     def stats(self) -> EngineStats:
         """The engine at the end of its last turn. Waits for nothing."""
         return self._stats

@@ -47,13 +47,15 @@ class Work:
     """A call of the device: a step of every data shard, or K of them.
 
     Attributes:
-        kind: "mixed" (chunks of prompts among decodes) or "decode" (one token of each row, and its drafts).
+        kind: "mixed" (chunks of prompts among decodes), "decode" (one token of each row, and its drafts), or "score"
+            (chunks of texts, in steps of the mixed shape).
         plans: of each data shard.
         transfers: of each data shard, to be run before.
         steps: K.
         tokens: [shards * T] int32 in the plans' order; 0 where the call before gives the token, and of drafts.
         source: [shards * T] int32: the row of the call before (of the same shard) whose last token is fed; -1: none.
         rows: of each data shard, in the plan's order.
+        targets: of "score", [shards * T] int32: the token after each; -1: there is none. Else None.
         masks: row (counted over all shards) -> uint32 [words] of the tokens that it may sample.
     """
 
@@ -65,13 +67,14 @@ class Work:
     source: np.ndarray
     rows: Sequence[Sequence[Row]]
     masks: dict[int, np.ndarray]
+    targets: np.ndarray | None = None
 
 
 class Drawn(NamedTuple):
     """What a call has sampled, by data shard and row.
 
     Attributes:
-        tokens: of each row, in order; of one that does not sample, anything.
+        tokens: of each row, in order; of one that does not sample, anything; of a score, its targets.
         logprobs, top: of each, as `Output`; None if no row asked for them.
         experts: of each row, int16 [layers, tokens, k]; None if no row asked for them.
     """

@@ -34,6 +34,7 @@ class Job:
         rank: who has the lowest goes first; a level of priority is worth `Limits.aging` seconds of waiting.
         expires: when its deadline is over.
         out: ids sampled so far, as far as they are known.
+        logprobs, top: of a score so far, as `out` is of its tokens.
         ahead: tokens that calls under way sample for it.
         row: its row in the call sent last; -1: none.
         fresh: whether it has sampled nothing since it became live.
@@ -56,6 +57,8 @@ class Job:
     request: Request | None = None
     shard: int = 0
     out: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    top: list[Any] = dataclasses.field(default_factory=list)
     ahead: int = 0
     row: int = -1
     fresh: bool = True

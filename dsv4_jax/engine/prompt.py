@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import struct
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -44,6 +44,8 @@ class Prompt:
         routed_experts: whether outputs say which experts the tokens went to.
         reuse: "output": the next turn goes on from the answer; "prompt": from the prompt only (the answer is left out
             of it), so that no state is kept at the end of the answer.
+        score: nothing is sampled: its outputs are `tokens` but the first, with `logprobs` and `top` of each, computed
+            in one pass through the cache in which nothing is looked up and of which nothing stays.
         export: it ends as "handoff" at its last block boundary, and others go on with it (`Output.lease`).
         arrival: its prefix comes from another host.
         id: any hashable that no other request of the engine has; default: a number that only grows.
@@ -65,7 +67,8 @@ class Prompt:
     logprobs: int | None = None
     mask: Mask | None = None
     routed_experts: bool = False
-    reuse: str = "output"
+    reuse: Literal["output", "prompt"] = "output"
+    score: bool = False
     export: bool = False
     arrival: Arrival | None = None
     id: Hashable | None = None
@@ -92,7 +95,7 @@ class Prompt:
         for name in ("stop_after", "mask"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise RequestError(f"{name} must be callable or None, got {shown(getattr(self, name))}")
-        for name in ("routed_experts", "export"):
+        for name in ("routed_experts", "score", "export"):
             put(name, check_boolean(name, getattr(self, name), error=RequestError))
         put("stop_tokens", stop_ids(self.stop_tokens))
         put("items", tuple(self.items))
@@ -100,6 +103,8 @@ class Prompt:
             raise RequestError(f"namespace must be a Namespace or None, got {shown(self.namespace)}")
         if self.reuse not in ("output", "prompt"):
             raise RequestError(f'reuse must be "output" or "prompt", got {shown(self.reuse)}')
+        if self.score and (len(self.tokens) < 2 or self.n > 1 or self.export or self.arrival is not None):
+            raise RequestError("score: of one text of two tokens at least, which no other host has to do with")
         if self.export and self.n > 1:
             raise RequestError(f"export: a hand-off is of one request, n is {self.n}")
         if self.arrival is not None and not isinstance(self.arrival, Arrival):

@@ -73,6 +73,9 @@ class ShadowExecutor:
     def send(self, work: Work) -> _Ready:
         self.on_send(work)
         self.move(work.transfers)
+        if work.targets is not None:
+            self._last = [{} for _ in work.plans]
+            return self._scored(work)
         tokens, source = (x.reshape(len(work.plans), -1) for x in (work.tokens, work.source))
         last: list[dict[int, int]] = []
         drawn: list[list[list[int]]] = []
@@ -102,6 +105,16 @@ class ShadowExecutor:
             return result
 
         return _Ready(get)
+
+    def _scored(self, work: Work) -> _Ready:
+        """A score's log-probabilities are minus the targets themselves."""
+        assert work.targets is not None
+        targets, drawn = work.targets.reshape(len(work.plans), -1), list[list[list[int]]]()
+        for shard, (plan, rows) in enumerate(zip(work.plans, work.rows, strict=True)):
+            firsts = plan.seq_first.tolist()
+            drawn.append([targets[shard, firsts[i] : firsts[i] + row.count].tolist() for i, row in enumerate(rows)])
+        scores = [[[-float(token) for token in row] for row in rows] for rows in drawn]
+        return _Ready(lambda: Drawn(drawn, scores))
 
     def _draw(self, seed: int, place: int, fed: int, mask: np.ndarray | None) -> int:
         token = shadow_token(seed, place, fed, self.vocab_size)

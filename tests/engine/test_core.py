@@ -236,6 +236,8 @@ def test_refusals_change_nothing():
         ("mask", 7),
         ("export", 1),
         ("reuse", "both"),
+        ("score", 1),
+        ("score", True),
         ("namespace", "x"),
         ("arrival", 7),
     ],
@@ -288,6 +290,35 @@ def test_masks_say_what_may_come_next():
     server.run()
     assert server.tokens[name, 0] == [7, 8, 9, 10, 11, 12] and seen == [[7, 8, 9, 10, 11, 12][:i] for i in range(6)]
     assert server.tokens[other, 0] == server.expected(TEXT[:9], 20, seed=3)
+
+
+def test_scores_are_of_every_token_but_the_first():
+    """Beside others that sample; nothing of them stays cached, and they wait until all of their blocks are there."""
+    calls = [0]
+
+    def on_send(work):
+        calls[0] += work.kind == "score"
+        if calls[0] == 3:
+            calls[0] += 1
+            raise OSError("the device is gone")
+
+    server = Server(blocks=COLUMNS, chunk=16, on_send=on_send, ahead=False)
+    lost = server.add(TEXT[:40], score=True, logprobs=0)
+    while lost:
+        server.turn()
+        lost = not server.finish
+    assert server.core.counts["failures"] == 1
+    names = [server.add(TEXT[:n], score=True, logprobs=0) for n in (2, 70, 50)]
+    other = server.add(TEXT[:20], 60, sampling=Seeded(1))
+    server.run()
+    assert [server.tokens[name, 0] for name in names] == [TEXT[1:n] for n in (2, 70, 50)]
+    assert [server.finish[name, 0] for name in names] == ["length"] * 3
+    assert server.tokens[other, 0] == server.expected(TEXT[:20], 60, seed=1)
+    again = server.add(TEXT, 2)
+    job = next(server.core.jobs)
+    server.run()
+    assert job.cached <= 16 and server.finish[again, 0] == "length", "no more than the other request's block"
+    server.check_empty()
 
 
 def test_stop_after_ends_behind_what_it_was_shown():
