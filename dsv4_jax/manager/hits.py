@@ -11,7 +11,7 @@ from .prefix.prefix_tree import PrefixMatch
 from .tiered_cache import TieredCache
 from .transfers import BLOCK, SLOT
 
-__all__ = ["Hit", "load", "take_hit"]
+__all__ = ["Hit", "load", "take_hit", "usable"]
 
 
 class Hit(NamedTuple):
@@ -47,10 +47,10 @@ def take_hit(cache: TieredCache, match: PrefixMatch | None, *, others: int, pinn
         raise NoFreeSlotError(cache.slots.num_total)
     if match is None:
         return Hit([], None, cache.acquire_slot())
-    hit = _usable(match, T.HOST)
+    hit = usable(match, T.HOST)
     found = [node.state.tier for node in match.path[:hit]]
     while hit and not _load_hit(cache, match.path[:hit]):
-        hit = _usable(match, T.DEVICE)
+        hit = usable(match, T.DEVICE)
     nodes = cache.tree.take(match, hit, found[:hit])
     junction = len(match.path) if len(match.path) > hit else 0
     if not nodes:
@@ -79,7 +79,7 @@ def _load_hit(cache: TieredCache, path: Sequence[Node]) -> bool:
         cache.tree.snapshots.unpin(path[-1])
 
 
-def _usable(match: PrefixMatch, lowest: Tier) -> int:
+def usable(match: PrefixMatch, lowest: Tier) -> int:
     """Leading blocks of a match that a request can start with: in no tier below `lowest`, a snapshot at the end."""
     hit = 0
     for i, node in enumerate(match.path):

@@ -12,10 +12,10 @@ from ..errors import NoFreeSlotError, OutOfBlocksError, RequestError
 from ..layout import CacheLayout
 from .hits import Hit, take_hit
 from .last_step import LastStep
+from .newcomers import follow_verified
 from .parking import Parking
 from .prefix.hashing import BlockHasher, HashSpec
 from .prefix.node import T
-from .prefix.token_ids import packed, token_ids
 from .publishing import Publisher
 from .request import Request, RequestState
 from .request_book import RequestBook
@@ -53,6 +53,7 @@ class Lifecycle:
         if not self._parking.unpark(request):
             request.forked = None
             known = self._follow_verified(request, request.hasher)
+            request.looked_up = request.ids.edits
             self._use(request, self._hit(request.hasher, known))
         self._parking.drop(request)
         self._book.resume(request, self._steps.num_planned)
@@ -92,7 +93,7 @@ class Lifecycle:
         child.ids.changed_from, child.ids.shortest = parent.ids.changed_from, parent.ids.shortest
         shared, pending = parent.num_shared, self._cache.copies
         child.num_prompt, child.num_cached, child.num_hit = parent.num_prompt, parent.num_cached, parent.num_cached
-        child.junction, child.reuse = parent.junction, parent.reuse
+        child.junction, child.reuse, child.looked_up = parent.junction, parent.reuse, -1
         child.hasher = parent.hasher.copy() if parent.hasher is not None else None
         child.history, child.kept_from, child.torn = parent.history[: parent.num_cached], parent.num_cached, parent.torn
         child.forked = (parent.id, parent.last_step) if parent.forked is None else parent.forked
@@ -144,19 +145,9 @@ class Lifecycle:
 
         Returns how many tokens the request knows: one of them is left to compute.
         """
-        history, tokens = request.history, request.tokens
-        if hasher is None:
-            return len(tokens)
-        certain = max(request.num_prompt, len(history) + 1) if self._layout.draft_tokens else len(tokens)
-        ids = history[:]
-        try:
-            ids += packed(token_ids(tokens[len(history) : certain], self._layout.cfg.vocab_size))
-            hasher.follow(ids)
-        except RequestError:  # no ids: `plan_tokens` will say so
-            ids = history
-            hasher.follow(ids)
-        hasher.truncate(len(ids))
-        return len(tokens)
+        if hasher is not None:
+            follow_verified(request, hasher, self._layout.cfg.vocab_size, self._layout.draft_tokens)
+        return len(request.tokens)
 
     # Going
 
@@ -235,7 +226,8 @@ class Lifecycle:
         self._steps.forget_batch()
         del self._book.live[request.slot]
         request.num_scheduled = request.loop = request.num_tabled = request.reserved = 0
-        request.torn, request.earlier = -1, []
+        self._steps.newcomers.forget(request)
+        request.torn, request.earlier, request.wanted = -1, [], []
         request.blocks, request.nodes, request.restores, request.rolling = [], [], None, None
 
     # Steps that did not run

@@ -19,6 +19,7 @@ How the parts fit, each with its own state and rules, and none that knows the on
     KVCacheManager   the public calls: what callers name is checked, `guard` closes what was interrupted
       lifecycle      how requests come and go: admit, fork, preempt, resume, release, abort
       steps          plans of steps, their token ids, what of a step is kept
+      newcomers      who waits for what others are computing, and what it finds then
       leases         what of it other hosts may read
       publisher      what requests leave in the prefix tree: full blocks, snapshots
       cache          the units of all tiers, the prefix tree over them, copies that wait for a plan
@@ -261,8 +262,9 @@ class KVCacheManager:
         """Returns a new request in the lowest free slot.
 
         With a policy it starts with the longest cached prefix of its prompt that ends at a snapshot
-        (`num_cached` tokens, at least the last one is left to compute). What of it is on the host
-        travels with the next step's transfers. Blocks for other tokens are taken by the steps that need them.
+        (`num_cached` tokens, at least the last one is left to compute), and is matched again by `schedule` before its
+        first chunk. What of it is on the host travels with the next step's transfers. Blocks for other tokens are taken
+        by the steps that need them.
 
         Args:
             tokens: prompt ids, may be empty.
@@ -553,7 +555,9 @@ class KVCacheManager:
         """How many pending tokens of which requests the next step computes; `plan_step` takes the pairs as they are.
 
         First every request with one pending token (a decode), the least recently scheduled first; then
-        chunks of the others in admission order, as far as tokens, sequences and blocks reach. A chunk
+        chunks of the others in admission order, as far as tokens, sequences and blocks reach. One of which nothing is
+        computed yet is matched again first, so that its `num_cached` may grow here; and while another one computes what
+        it shares, and is offered tokens, it waits, and that one comes before it. A chunk
         that lacks blocks holds back those behind it. So nobody starves: decodes take turns and end,
         and only the chunks that wait behind them make new ones. A chunk ends where the policy wants
         a snapshot. Tokens beyond a request's `max_tokens` (`Request.num_excess`), or beyond the columns of the

@@ -49,7 +49,8 @@ class Publisher:
         return self._cache.tree
 
     @property
-    def _snapshots(self) -> SnapshotPlacement:
+    def snapshots(self) -> SnapshotPlacement:
+        """Where states are kept."""
         policy = self._cache.policy
         return _NOWHERE if policy is None else policy.snapshots
 
@@ -198,6 +199,8 @@ class Publisher:
         """Where a chunk of tokens [start, stop) should end, for a snapshot to be taken there."""
         if request.hasher is None or (request.reuse == "prompt" and start >= request.num_prompt):
             return stop
+        if request.wanted:
+            stop = min([stop, *(tokens for tokens in request.wanted if tokens > start)])
         return self._placement(request).next_stop(
             start, stop, prompt_tokens=request.num_prompt, block_tokens=self.block_tokens, junction=request.junction
         )
@@ -205,9 +208,11 @@ class Publisher:
     def plan_saves(self, requests: list[Request], room: int) -> list[Save]:
         """Snapshots to take of these requests, which stand at a block boundary, as far as there are slots.
 
-        Those that stay come before those that their requests will replace. Nothing but slots of the pool is taken:
-        `saved` has to follow.
+        Those that others wait for come first, then others that stay, then those that their requests will replace.
+        Nothing but slots of the pool is taken: `saved` has to follow.
         """
+        if any(request.wanted for request in requests):
+            requests = sorted(requests, key=lambda request: request.num_cached not in request.wanted)
         saves: list[Save] = []
         chosen = set[Node]()
         ends = [(request, self._ends_at(request)) for request in requests]
@@ -286,6 +291,8 @@ class Publisher:
         """What the policy wants of the request's state at the end of its last block, which is the node's."""
         if request.hasher is None or not request.has_whole_state or (node is not None and node.has_near_state):
             return SnapshotKind.NONE
+        if request.num_cached in request.wanted:
+            return SnapshotKind.KEEP
         if request.reuse == "prompt" and request.num_cached >= request.num_prompt:
             return SnapshotKind.NONE  # nobody goes on from there
         return self._placement(request).at(

@@ -70,13 +70,15 @@ class Request:
         history: ids scheduled so far (code "I"), as far as they are noted; what was found in the cache included.
         num_prompt: tokens it was admitted with.
         num_cached: tokens whose rows are in the cache once the steps planned so far have run.
-        num_hit: tokens found in the cache when it was admitted (or last resumed).
+        num_hit: tokens found in the cache when it was admitted (or last resumed), or its first chunk was scheduled.
         junction: tokens whose blocks were cached then, if more than `num_hit`: no state was kept there; else 0.
         blocks: block ids in path order: block i holds tokens [i, i + 1) * block_tokens.
         num_tabled: leading blocks whose block-table entries a plan has already carried.
         reserved: tokens for which blocks are kept whatever happens (see `KVCacheManager.reserve`).
         num_scheduled: tokens of its last step, while that step may still be accepted in part; else 0.
         loop: steps of its last plan, while `num_scheduled` is not 0; else 0.
+        wanted: tokens after which its state is kept, as requests that wait for it go other ways there.
+        looked_up: `tokens.edits` when its prompt was last looked up.
         earlier: tokens and steps of plans before that one of which `accept` has still to say what they kept, in order:
             it was planned ahead. `num_cached` counts all of them as kept whole.
         torn: `num_cached` after a whole verify step of which nothing was kept: until its next step its ring lacks the
@@ -114,6 +116,8 @@ class Request:
     num_scheduled: int = 0
     loop: int = 0
     earlier: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    wanted: list[int] = dataclasses.field(default_factory=list)
+    looked_up: int = 0
     torn: int = -1
     kept_from: int = 0
     started: int = 0

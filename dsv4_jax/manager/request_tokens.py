@@ -30,16 +30,17 @@ class TokenIds(list[int]):
     To append costs nothing more than to a list.
 
     Attributes:
+        edits: how often ids were changed, removed or inserted.
         changed_from: the lowest index at which an id was changed, removed or inserted since the manager last took
             notice; `sys.maxsize`: nowhere.
         shortest: the least length that a change has left, if one has removed any; else `sys.maxsize`.
     """
 
-    __slots__ = ("_edits", "changed_from", "shortest")
+    __slots__ = ("_edits", "changed_from", "edits", "shortest")
 
     def __init__(self, ids: Iterable[int], edits: Edits):
         super().__init__(ids)
-        self._edits = edits
+        self._edits, self.edits = edits, 0
         self.settle()
 
     def settle(self) -> None:
@@ -48,6 +49,7 @@ class TokenIds(list[int]):
 
     def change(self, index: int, before: int) -> None:
         """Notes a change from this index on. `before`: the length then."""
+        self.edits += 1
         if index < self.changed_from:
             self.changed_from, self._edits.any = index, True
         if before > len(self) < self.shortest:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from ..layout import CacheLayout
+from .newcomers import Newcomers, Room
 from .request import Request
 from .step_shape import StepShape
 
@@ -69,6 +70,7 @@ def schedule(
     max_chunk: int,
     next_stop: Callable[[Request, int, int], int],
     ahead_of: int = 0,
+    newcomers: Newcomers | None = None,
 ) -> list[tuple[Request, int]]:
     """Tokens of the next step; see `KVCacheManager.schedule`.
 
@@ -76,6 +78,7 @@ def schedule(
         requests: in the order in which they became live.
         room: that the step has.
         next_stop: `(request, start, stop)`: where a chunk should end, for its state to be kept there.
+        newcomers: matches requests again before their first chunk, and knows which of them wait for others.
         ahead_of: number of the step that is under way: requests whose next token it draws are offered that token, too.
     """
     waiting = [(request, len(request.ids) - request.num_cached) for request in requests]
@@ -88,6 +91,10 @@ def schedule(
     tokens, sequences, entries, copies, blocks = room.tokens, room.sequences, room.entries, room.copies, [*room.blocks]
     widest, chunk = room.columns * block, min(max_chunk, room.chunk)
     lists = _Lists(layout, room.flushes, room.groups) if min(room.flushes, room.groups) < _PLENTY else None
+    waits: dict[Request, Request] = {}  # who waits for whom
+    served: set[Request] | None = None  # of whom tokens are scheduled, or who wait for such
+    if newcomers is not None and prefills:
+        prefills, waits = newcomers.arrange(prefills)
     for request, pending in (*decodes, *prefills):  # locals: hundreds of sequences pass here
         if not tokens or not sequences:
             break
@@ -98,6 +105,22 @@ def schedule(
                 tokens -= 1
                 sequences -= 1
             continue
+        if newcomers is not None and pending > 1:
+            served = {r for r, _ in scheduled} if served is None else served
+            if waits.get(request) in served:
+                served.add(request)
+                continue
+            if request.last_step <= request.started:
+                promised = [had - left for had, left in zip(newcomers.available, blocks, strict=True)]
+                most = Room(room.blocks, min(room.entries, room.columns), room.copies)
+                if not newcomers.begin(request, most, Room(blocks, entries, copies)) and scheduled:
+                    break  # it finds more than there is room for now: it comes next
+                if request.num_cached != start:
+                    blocks = [has - gone for has, gone in zip(newcomers.available, promised, strict=True)]
+                    if newcomers.waits_for(request) in served:  # for the next part of its prompt
+                        served.add(request)
+                        continue
+                    start, pending = request.num_cached, len(request.ids) - request.num_cached
         held, limit = len(request.blocks), min(request.max_tokens, widest)
         if start >= limit:
             continue  # no step of this kind will ever compute it: it holds nobody back
@@ -112,7 +135,9 @@ def schedule(
             scheduled.append((request, stop - start))
             tokens -= stop - start
             sequences -= 1
-            copies -= restores
+            copies -= restores or (copies > 0 and start in request.wanted)  # whose state is to be kept
+            if served is not None:
+                served.add(request)
             needed = -(-stop // block)
             if needed > tabled:
                 entries -= needed - tabled

@@ -17,6 +17,7 @@ from ..errors import ContextLimitError, PlanError, RequestError
 from ..layout import CacheLayout, CacheSize
 from ..plan import CacheFacts, StepPlan
 from .batch import Batch
+from .newcomers import Newcomers
 from .planning import build_plan, check_extras, next_sequences, with_extras
 from .prefix.token_ids import token_ids
 from .publishing import Publisher, Save
@@ -38,6 +39,7 @@ class Steps:
         arrays: size of the cache that the plans are made for.
         num_planned: steps planned so far.
         transfers: what must run before the step planned last, until it is taken.
+        newcomers: the requests that no step has begun.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Steps:
         self._on_old_arrays = 0  # stages of the queue that belong before the last resize
         self._layout, self._book, self._cache, self._publisher = layout, book, cache, publisher
         self._batch: Batch | None = None  # of the step planned last
+        self.newcomers = Newcomers(layout, book, cache, publisher)
 
     def forget_batch(self) -> None:
         """What a live request holds, or how long it is, was changed otherwise than by a step."""
@@ -126,7 +129,12 @@ class Steps:
         request.reserved = max(request.reserved, tokens)
 
     def schedule(
-        self, requests: Sequence[Request], room: tuple[int, int], max_chunk: int, shape: StepShape | None, ahead: bool
+        self,
+        requests: Sequence[Request],
+        room: tuple[int, int],
+        max_chunk: int,
+        shape: StepShape | None,
+        ahead: bool,
     ) -> list[tuple[Request, int]]:
         """Does what `KVCacheManager.schedule` says, within `room`."""
         self._publisher.commit()  # now, as `plan` would: blocks that turn out to be shared need table entries again
@@ -144,7 +152,10 @@ class Steps:
             max_chunk=max_chunk,
             next_stop=self._publisher.next_stop,
             ahead_of=self.num_planned if ahead else 0,
+            newcomers=self.newcomers.at(self.num_planned, self.size.num_slots) if self._cache.caching else None,
         )
+        if self.newcomers.began:
+            self.forget_batch()
         if not chosen:
             for request in requests:  # one that has all blocks, and tokens that it may still compute
                 if self.pool_limit <= request.num_cached < min(len(request.tokens), request.max_tokens):

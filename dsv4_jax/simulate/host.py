@@ -315,6 +315,13 @@ class Host:
         moved, loaded = result.shadow.transfer(stages)
         moved, self.flushed = self.flushed.plus(moved), TransferBytes()
         result.shadow.begin(plan)
+        for request, _ in pairs:
+            if (job := live[request]).begun < 0 and request.num_hit > job.hit:  # since it was admitted
+                result.totals.hit += request.num_hit - job.hit
+                result.totals.recomputed -= request.num_hit - job.hit
+                job.hit = request.num_hit
+                if job not in self.fresh:
+                    self.fresh.append(job)
         for job in self.fresh:
             self._count_host_hit(job, loaded)
         self.fresh.clear()
@@ -331,8 +338,9 @@ class Host:
         """What came from the host is a host hit of the first who asked for it."""
         assert job.request is not None
         blocks = job.request.blocks[: job.hit // self.server.layout.block_tokens]
-        job.hit_host = sum(block in loaded for block in blocks) * self.server.layout.block_tokens
-        self.result.totals.hit_host += job.hit_host
+        hit_host = sum(block in loaded for block in blocks) * self.server.layout.block_tokens
+        job.hit_host += hit_host
+        self.result.totals.hit_host += hit_host
         loaded.difference_update(blocks)
 
     def _sample_token(self, job: SimulatedRequest) -> None:

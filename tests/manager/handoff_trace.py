@@ -77,7 +77,7 @@ class Pair:
             return
         request = self.random.choice(waiting)
         while request.num_pending > 1:
-            scheduled = trace.manager.schedule(self.random.randint(BLOCK, 40), requests=[request])
+            scheduled = trace.schedule(self.random.randint(BLOCK, 40), requests=[request])
             if not scheduled:
                 trace.make_room()
                 return

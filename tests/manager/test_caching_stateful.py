@@ -81,6 +81,10 @@ class Trace:
         if self.random.random() < 0.3:
             prompt = prompt + [self.random.randrange(4) for _ in range(self.random.randint(0, 6))]
         space = Namespace(self.random.choice(["a", "a", "a", "b"]))
+        for i in range(self.random.choice([1, 1, 1, 2])):  # several that share much may come together
+            self.admit_one(prompt + [i] * 3 * i, space)
+
+    def admit_one(self, prompt: list[int], space: Namespace) -> None:
         try:
             request = self.manager.admit_request(prompt, namespace=space)
         except NoFreeSlotError:
@@ -106,6 +110,20 @@ class Trace:
             (self.manager.abort_request if self.random.random() < 0.2 else self.manager.release_request)(request)
             assert request.state is RequestState.RELEASED
             self.catch_up()
+
+    def schedule(self, budget: int, **options) -> list[tuple[Request, int]]:
+        """What the manager offers. Newcomers may find more than at their admission, and wait only for who goes on."""
+        before = {r: r.num_cached for r in self.manager.requests}
+        asked = options.get("requests", before)
+        scheduled = self.manager.schedule(budget, **options)
+        self.manager.check_integrity()
+        self.did["found more"] += any(r.num_cached > length for r, length in before.items())
+        assert all(r.last_step <= r.started or r.num_cached == length for r, length in before.items())
+        going = {r for r, _ in scheduled}
+        waiting = [r for r in asked if r.num_pending > 1 and r in self.manager.steps.newcomers.waiting]
+        self.did["waited"] += bool(set(waiting) - going)
+        self.catch_up()
+        return scheduled
 
     def catch_up(self) -> None:
         """After an abort forks may start anew behind more than they had been fed: somebody else was, meanwhile."""
@@ -195,7 +213,7 @@ class Trace:
 
     def fail(self) -> None:
         """A step is planned and does not run; others come and go; the requests of the step are aborted."""
-        scheduled = self.manager.schedule(self.random.randint(1, 40), max_chunk=self.random.randint(1, 30))
+        scheduled = self.schedule(self.random.randint(1, 40), max_chunk=self.random.randint(1, 30))
         if not scheduled:
             return  # no request to abort: a plan of nothing but copies that does not run calls for `reset`
         try:
@@ -207,8 +225,11 @@ class Trace:
         failed = [request for request, _ in scheduled]
         started = {r: r.num_cached for r in self.manager.requests if r not in failed}
         for _ in range(self.random.randint(0, 3)):
-            if (call := self.random.choice(["admit", "commit", "resume", "preempt", "fork"])) == "commit":
+            calls = ["admit", "commit", "commit", "resume", "preempt", "fork", "schedule"]
+            if (call := self.random.choice(calls)) == "commit":
                 self.manager.commit()
+            elif call == "schedule":  # newcomers find what the lost step should have computed
+                self.schedule(40)
             elif call == "preempt" and failed and self.random.random() < 0.5:
                 if (request := self.random.choice(failed)) in self.manager.requests:
                     self.manager.preempt(request)
@@ -258,7 +279,7 @@ class Trace:
                 request.tokens += self.random.choices(range(4), k=min(many, room))
         requests = list(self.manager.requests)
         if self.random.random() < 0.5:
-            scheduled = self.manager.schedule(self.random.randint(1, 40), max_chunk=self.random.randint(1, 30))
+            scheduled = self.schedule(self.random.randint(1, 40), max_chunk=self.random.randint(1, 30))
         else:
             self.random.shuffle(requests)
             scheduled = [(r, self.random.randint(1, r.num_pending)) for r in requests[:2] if r.num_pending]
@@ -291,7 +312,7 @@ class Trace:
                 if not r.num_pending and len(r.tokens) < self.manager.context_limit:
                     r.tokens.append(self.random.randrange(4))
             shape = self.manager.pinned_shape(4, slot_copies=8, block_copies=40)
-            scheduled = [feed for feed in self.manager.schedule(4, shape=shape, ahead=ahead) if feed[1] == 1]
+            scheduled = [feed for feed in self.schedule(4, shape=shape, ahead=ahead) if feed[1] == 1]
             try:
                 plan = self.manager.plan_step(scheduled, shape=shape, ahead=ahead)
             except OutOfBlocksError:
@@ -438,5 +459,7 @@ def test_every_step_reads_its_own_history(policy: str, drafts: int) -> None:
         "failed steps",
         "started anew",
         "ahead",
+        "found more",
+        "waited",
     }
     assert all(did[name] for name in happened | ({"rejected"} if drafts else set())), did

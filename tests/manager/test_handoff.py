@@ -70,7 +70,7 @@ SLOW = bool(os.environ.get("RUN_SLOW"))
 
 def test_whatever_happens_nothing_wrong_is_read_and_nothing_stays_held() -> None:
     did = collections.Counter[str]()
-    for seed in range(60 if SLOW else 6):
+    for seed in range(60 if SLOW else 8):
         drafts = ((0, 3), (0, 0), (3, 1))[seed % 3]
         pair = Pair(seed, policy=[*POLICIES][seed % 3], drafts=drafts, small=8 * (seed % 2))
         pair.run(400 if SLOW else 130)

@@ -95,7 +95,7 @@ def test_ends_are_shared() -> None:
 
 TIGHT = {
     "room": (Server(LAYOUT, CacheSize(300, 8, 64, 30), CachePolicy(), HostSize(600), token_budget=512), Link()),
-    "few blocks": (Server(LAYOUT, CacheSize(12, 12, 64, 4), CachePolicy(), HostSize(80), token_budget=96), Link()),
+    "few blocks": (Server(LAYOUT, CacheSize(10, 12, 64, 4), CachePolicy(), HostSize(80), token_budget=96), Link()),
     "no host room": (Server(LAYOUT, CacheSize(60, 8, 64, 8), CachePolicy(), HostSize(3 + STATE)), Link()),
     "slow": (Server(LAYOUT, CacheSize(60, 8, 64, 8), CachePolicy(), HostSize(60)), Link(PAGE / 30, 0.1)),
     "drafts": (

@@ -220,11 +220,19 @@ class PrefixTree:
 
     # References
 
-    def take(self, match: PrefixMatch, blocks: int | None = None, found: Sequence[Tier] | None = None) -> list[Node]:
+    def take(
+        self,
+        match: PrefixMatch,
+        blocks: int | None = None,
+        found: Sequence[Tier] | None = None,
+        *,
+        had: int | None = None,
+    ) -> list[Node]:
         """References the first `blocks` nodes of a match (default: its hit) and counts the lookup.
 
         Args:
             found: the tiers in which those nodes were found, if they have been moved since.
+            had: blocks that the same lookup has found before, and that were counted then.
 
         Raises:
             IntegrityError: the match is stale, or has fewer blocks; nothing has changed.
@@ -234,11 +242,12 @@ class PrefixTree:
             raise IntegrityError(f"cannot take {blocks} blocks of a match of {len(match.path)}")
         nodes = self.acquire(match.path[:blocks])
         counters, size = self.counters, self.block_tokens
-        counters.lookups += 1
-        counters.lookup_tokens += match.num_tokens
-        counters.hits += bool(nodes)
-        backup_after = self.wanted.backup_after
-        for node, tier in zip(nodes, found or [node.state.tier for node in nodes], strict=True):
+        if had is None:
+            counters.lookups += 1
+            counters.lookup_tokens += match.num_tokens
+        counters.hits += bool(nodes) and not had
+        backup_after, new = self.wanted.backup_after, nodes[had or 0 :]
+        for node, tier in zip(new, (found or [node.state.tier for node in nodes])[had or 0 :], strict=True):
             node.hits += 1
             counters.hit_tokens[tier] += size
             if backup_after is not None and node.hits >= backup_after and not node.host:
