@@ -131,7 +131,8 @@ class Sampling:
         reach = max(float(self.top_p), float(np.finfo(np.float32).tiny))
         penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
         bits = (self.seed or 0) & (2**64 - 1)
-        last = min(int(self.top_k), INT32_MAX), 1, bits & 0xFFFFFFFF, bits >> 32
+        kind = 0 if self.greedy else 2 if self.top_k or self.top_p < 1 or self.min_p else 1
+        last = min(int(self.top_k), INT32_MAX), 1 | kind << 1, bits & 0xFFFFFFFF, bits >> 32
         return _ROW.pack(self.temperature, reach, self.min_p, *penalties, *last)
 
 
@@ -148,6 +149,7 @@ class SamplingRows(NamedTuple):
         temperature, top_p, min_p, repetition, presence, frequency: float32.
         top_k: int32.
         draws: bool; False: nobody reads what the row draws.
+        kind: int32; 0 is greedy, 1 draws of all tokens, 2 of those that filters keep.
         seed_low, seed_high: uint32.
     """
 
@@ -159,6 +161,7 @@ class SamplingRows(NamedTuple):
     frequency: jax.Array
     top_k: jax.Array
     draws: jax.Array
+    kind: jax.Array
     seed_low: jax.Array
     seed_high: jax.Array
 
@@ -184,7 +187,8 @@ class SamplingRows(NamedTuple):
         packed = jnp.asarray(packed)
         floats = lax.bitcast_convert_type(packed[:, :6], jnp.float32)
         top_k = lax.bitcast_convert_type(packed[:, 6], jnp.int32)
-        columns = [*(floats[:, i] for i in range(6)), top_k, packed[:, 7] > 0, packed[:, 8], packed[:, 9]]
+        kind = (packed[:, 7] >> np.uint32(1)).astype(jnp.int32)
+        columns = [*(floats[:, i] for i in range(6)), top_k, packed[:, 7] > 0, kind, packed[:, 8], packed[:, 9]]
         return cls(*columns)
 
 
@@ -237,7 +241,7 @@ def sample(
         RequestError: `sampling` is there and `position` is not, or `counts` without `sampling`.
         ShapeError: `sampling`, `masks` or `counts` do not fit the logits.
     """
-    vocab, chosen = logits.shape[-1], logits
+    chosen = logits
     if masks is not None:
         chosen = jnp.where(_allowed(masks, logits.shape), chosen, -_INF)
     if sampling is None:
@@ -252,10 +256,9 @@ def sample(
             if counts.shape != logits.shape:
                 raise ShapeError(f"counts are {counts.dtype}{[*counts.shape]}, expected int32{[*logits.shape]}")
             chosen = _penalised(chosen, rows, counts)
-        warm = rows.temperature > 0
-        narrow = (rows.top_p < 1) | (rows.min_p > 0) | ((rows.top_k > 0) & (rows.top_k < vocab))
-        kind = warm.any().astype(jnp.int32) + (warm & narrow).any().astype(jnp.int32)
-        tokens = lax.switch(kind, [_likeliest, _drawn, _drawn_of_kept], chosen, rows, position)
+        # As narrow as the narrowest row: of the branches one is run.
+        branches = [_likeliest, _drawn, _drawn_of_kept]
+        tokens = lax.switch(rows.kind.max(initial=0), branches, chosen, jnp.asarray(sampling), position)
     if not logprobs and not top:
         return Sampled(tokens)
     return log_probabilities(logits, tokens, top=top)
@@ -357,24 +360,33 @@ def check_mask(mask: Any, vocab: int) -> np.ndarray:
     return words
 
 
-def _likeliest(chosen: jax.Array, rows: SamplingRows, position: jax.Array) -> jax.Array:
+def _likeliest(chosen: jax.Array, packed: jax.Array, position: jax.Array) -> jax.Array:
     return chosen.argmax(-1).astype(jnp.int32)
 
 
-def _drawn(chosen: jax.Array, rows: SamplingRows, position: jax.Array) -> jax.Array:
-    return _raced(*_warmed(chosen, rows, position)).argmax(-1).astype(jnp.int32)
+def _drawn(chosen: jax.Array, packed: jax.Array, position: jax.Array) -> jax.Array:
+    return _raced(SamplingRows.unpack(packed, chosen.shape[0]), chosen, position)[1].argmax(-1).astype(jnp.int32)
 
 
-def _drawn_of_kept(chosen: jax.Array, rows: SamplingRows, position: jax.Array) -> jax.Array:
+def _drawn_of_kept(chosen: jax.Array, packed: jax.Array, position: jax.Array) -> jax.Array:
     """Each row's draw of the tokens that its filters keep."""
-    scaled, perturbation = _warmed(chosen, rows, position)
-    vocab, ids = chosen.shape[-1], jnp.arange(chosen.shape[-1], dtype=jnp.int32)[None]
-    warm, largest = rows.temperature > 0, scaled.max(-1)
+    rows, vocab = SamplingRows.unpack(packed, chosen.shape[0]), np.int32(chosen.shape[1])
+    scaled, raced = _raced(rows, chosen, position)
+    ids, warm, largest = jnp.arange(vocab, dtype=jnp.int32)[None], rows.temperature > 0, scaled.max(-1)
     floor = jnp.where(warm & (rows.min_p > 0), largest + jnp.log(rows.min_p), -_INF)
-    weight = jnp.where(scaled >= floor[:, None], jnp.exp(scaled - largest[:, None]), np.float32(0))
-    most = jnp.where(warm & (rows.top_k > 0), jnp.minimum(rows.top_k, np.int32(vocab)), np.int32(vocab))
+    most = jnp.where(warm & (rows.top_k > 0), jnp.minimum(rows.top_k, vocab), vocab)
     narrow = warm & (rows.top_p < 1)
-    whole = _mass_of_top(scaled, weight, most, narrow & (most < vocab))
+
+    def mass(there: jax.Array) -> jax.Array:
+        """Probability of those of the tokens that `min_p` keeps, over that of the likeliest."""
+        weight = jnp.exp(scaled - largest[:, None])
+        return _total(jnp.where(there & (scaled >= floor[:, None]), weight, np.float32(0)))
+
+    # Of the `most` likeliest: those above the last one, and as many equals of it as are missing, whichever.
+    last = _kth_largest(scaled, largest, most, narrow & (most < vocab))
+    above, ties = scaled > last[:, None], scaled == last[:, None]
+    missing = jnp.minimum(most - above.sum(-1, dtype=jnp.int32), ties.sum(-1, dtype=jnp.int32)).astype(jnp.float32)
+    whole = mass(above) + jnp.where(last >= floor, missing * jnp.exp(last - largest), np.float32(0))
     reach = jnp.where(narrow, rows.top_p * whole, _INF)
 
     def before(value: jax.Array, token: jax.Array) -> jax.Array:
@@ -384,65 +396,48 @@ def _drawn_of_kept(chosen: jax.Array, rows: SamplingRows, position: jax.Array) -
     def race(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         value, bound, token, open_ = state
         left = before(value, bound) & (scaled >= floor[:, None])
-        winner = jnp.where(left, _raced(scaled, perturbation), -_INF).argmax(-1).astype(jnp.int32)
+        winner = jnp.where(left, raced, -_INF).argmax(-1).astype(jnp.int32)
         winner = jnp.where(open_, winner, token)
         value = jnp.take_along_axis(scaled, winner[:, None], 1)[:, 0]
         better = before(value, winner)
         count = better.sum(-1, dtype=jnp.int32)
-        mass = _total(jnp.where(better, weight, np.float32(0)))
         # The first one is always kept; so each row comes to an end, whatever is infinite or no number in it.
-        kept = (count == 0) | ((count < most) & (mass < reach))
+        kept = (count == 0) | ((count < most) & (mass(better) < reach))
         return value, winner, winner, open_ & ~kept
 
     start = jnp.full_like(largest, -_INF), jnp.full_like(most, vocab), jnp.zeros_like(most), jnp.ones_like(warm)
     return lax.while_loop(lambda state: state[3].any(), race, start)[2]
 
 
-def _warmed(chosen: jax.Array, rows: SamplingRows, position: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Logits over the temperature, and the noise to add; at temperature 0 the logits themselves, and none."""
+def _raced(rows: SamplingRows, chosen: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Logits over the temperature, and with the noise; at temperature 0 the logits themselves, twice."""
     warm = (rows.temperature > 0)[:, None]
     scaled = chosen / jnp.where(warm, rows.temperature[:, None], np.float32(1))
-    return scaled, jnp.where(warm, noise(rows, position, chosen.shape[-1]), np.float32(0))
+    return scaled, scaled + jnp.where(warm, noise(rows, position, chosen.shape[1]), np.float32(0))
 
 
-def _raced(scaled: jax.Array, perturbation: jax.Array) -> jax.Array:
-    return scaled + perturbation
+def _kth_largest(scaled: jax.Array, largest: jax.Array, k: jax.Array, asked: jax.Array) -> jax.Array:
+    """A value [B] of each row above which it has fewer than k[b] of [B, vocab], and k[b] at it or above; where it is
+    not asked for, or probability is 0 before, one as good: below all that have any.
 
-
-def _mass_of_top(scaled: jax.Array, weight: jax.Array, most: jax.Array, asked: jax.Array) -> jax.Array:
-    """The weight [B] of each row's `most` largest, where it is asked for; else of all. Both are [B].
-
-    The k-th largest value is found by halving the interval that it lies in.
+    Found by halving the interval that it lies in.
     """
-    finite = jnp.isfinite(scaled)
-    few = finite.sum(-1, dtype=jnp.int32) <= most
-    low, high = jnp.where(finite, scaled, _INF).min(-1), jnp.where(finite, scaled, -_INF).max(-1)
 
     def count(value: jax.Array) -> jax.Array:
         return (scaled > value[:, None]).sum(-1, dtype=jnp.int32)
 
-    high = jnp.where(asked & ~few & (count(low) >= most), high, low)
-
-    def middle(low: jax.Array, high: jax.Array) -> jax.Array:
-        return low * np.float32(0.5) + high * np.float32(0.5)
-
-    def going(state: tuple[jax.Array, jax.Array]) -> jax.Array:
-        low, high = state
-        between = middle(low, high)
-        return (low < between) & (between < high)
+    def middle(low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Array]:
+        between = low * np.float32(0.5) + high * np.float32(0.5)
+        return between, (low < between) & (between < high)
 
     def halve(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        (low, high), between = state, middle(*state)
+        (low, high), (between, going) = state, middle(*state)
         there = count(between)
-        up, down = going(state) & (there >= most), going(state) & (there <= most)
-        return jnp.where(up, between, low), jnp.where(down, between, high)
+        return jnp.where(going & (there >= k), between, low), jnp.where(going & (there <= k), between, high)
 
-    _, value = lax.while_loop(lambda state: going(state).any(), halve, (low, high))
-    # As many equal ones as are missing belong to them, whichever these are.
-    missing = (most - count(value)).astype(jnp.float32)
-    tie = jnp.where(scaled == value[:, None], weight, np.float32(0)).max(-1)
-    above = _total(jnp.where(scaled > value[:, None], weight, np.float32(0)))
-    return jnp.where(asked & ~few, above + missing * tie, _total(weight))
+    low = largest - np.float32(128)  # whose exponential is 0 beside that of the largest
+    high = jnp.where(asked & (count(low) >= k), largest, low)
+    return lax.while_loop(lambda state: middle(*state)[1].any(), halve, (low, high))[1]
 
 
 def _penalised(logits: jax.Array, rows: SamplingRows, counts: jax.Array) -> jax.Array:

@@ -280,8 +280,8 @@ def test_a_row_is_made_once_a_request() -> None:
     packed = SamplingRows.of([how, None, how])
     assert packed.shape == (3, 10) and packed.dtype == np.uint32 and how.row is how.row
     rows = SamplingRows.unpack(packed, 3)
-    assert [x[0].item() for x in rows] == [0.5, 0.25, 0.125, 2.0, 1.0, -1.0, 3, True, 2**32 - 1, 2**32 - 1]
-    assert [x[1].item() for x in rows] == [0, 1, 0, 1, 0, 0, 0, False, 0, 0]
+    assert [x[0].item() for x in rows] == [0.5, 0.25, 0.125, 2.0, 1.0, -1.0, 3, True, 2, 2**32 - 1, 2**32 - 1]
+    assert [x[1].item() for x in rows] == [0, 1, 0, 1, 0, 0, 0, False, 0, 0, 0]
     assert how == dataclasses.replace(how) and Sampling(seed=3).seeded(4).seed == 3 and Sampling().seeded(4).seed == 4
     with pytest.raises(RequestError, match=r"temperature 0\.5 needs a seed"):
         SamplingRows.of([Sampling(0.5)])
