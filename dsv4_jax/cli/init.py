@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
+import shlex
 from typing import Any
 
 from ..config import DSV4Config
 from ..errors import FileError
 from ..output import open_output
 from ..text import save_byte_tokenizer
+from ..untrusted import plain
 from .models import add_weights
-from .options import add_command, add_json, option, start_jax
+from .options import add_command, add_json, naming, option, start_jax
 from .printing import Progress, human, present
 from .values import natural, output_folder
 
@@ -40,15 +42,23 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    _check_folder(args.folder, force=args.force)
-    start_jax()
     cfg = DSV4Config.tiny_released()
-    _write(cfg, args.folder, args.seed, args.weights)
-    size = sum((args.folder / name).stat().st_size for name in _FILES)
-    report = {"out": str(args.folder), "files": list(_FILES), "bytes": size, "weights": args.weights, "seed": args.seed}
+    with naming("DIR"):
+        _check_folder(args.folder, force=args.force)
+        start_jax()
+        _write(cfg, args.folder, args.seed, args.weights)
+    files = sorted(args.folder.iterdir())
+    report = {
+        "out": str(args.folder),
+        "files": [file.name for file in files],
+        "bytes": sum(file.stat().st_size for file in files),
+        "weights": args.weights,
+        "seed": args.seed,
+    }
+    quoted = shlex.quote(str(args.folder))
     said = (
-        f"{args.folder}: {cfg.num_layers} layers and an MTP layer, {args.weights} weights, {human(size)}\n"
-        f"dsv4-jax generate --checkpoint {args.folder} --prompt 'Once upon a time' --max-new-tokens 32"
+        f"{args.folder}: {cfg.num_layers} layers and an MTP layer, {args.weights} weights, {human(report['bytes'])}\n"
+        f"dsv4-jax generate --checkpoint {quoted} --prompt 'Once upon a time' --max-new-tokens 32"
     )
     present(report, args.json, lambda console: console.print(said, markup=False, highlight=False, soft_wrap=True))
     return 0
@@ -56,12 +66,18 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_folder(folder: pathlib.Path, *, force: bool) -> None:
     """Raises `FileError` if something is there, or with `force` something that this command does not write."""
-    there = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+    said = plain(str(folder))
+    try:
+        there = sorted(path.name for path in folder.iterdir())
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise FileError(f"{said}: {error.strerror}") from error
     others = [name for name in there if name not in _FILES]
     if others:
-        raise FileError(f"{folder}: has {others[0]!r} in it, which is no file of this command's: name another folder")
+        raise FileError(f"{said} has {plain(others[0])} in it, which is no file of this command's: name another folder")
     if there and not force:
-        raise FileError(f"{folder}: has a checkpoint in it (--force replaces it)")
+        raise FileError(f"{said} has a checkpoint in it (--force replaces it)")
 
 
 def _write(cfg: DSV4Config, folder: pathlib.Path, seed: int, weights: str) -> None:

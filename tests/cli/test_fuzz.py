@@ -57,6 +57,7 @@ def complete(command: str, place: pathlib.Path) -> list[str]:
     return {
         "bench": ["append", "step", "model"],
         "generate": ["--checkpoint", str(place / "checkpoint"), "--tokens", "1,2,3"],
+        "init": ["checkpoint", "--force"],
         "plan": ["--hbm", "80GiB", "--requests", "4"],
         "simulate": [str(place / "t.jsonl"), "--model", "tiny", "--max-requests", "2"],
         "logits": ["--checkpoint", str(place / "checkpoint"), "--tokens", str(place / "t.npy"), "--out", "out.npy"],
@@ -106,6 +107,7 @@ def no_work(monkeypatch, tmp_path):
     monkeypatch.setattr("dsv4_jax.cli.generate.answer", answer_one)
     monkeypatch.setattr("dsv4_jax.cli.logits.feed", lambda *_: (np.zeros((3, 4), np.float32), 1))
     monkeypatch.setattr("dsv4_jax.cli.demo.run", lambda args: 0)
+    monkeypatch.setattr("dsv4_jax.cli.init._write", lambda cfg, folder, *_: folder.mkdir(parents=True, exist_ok=True))
     parser = cli._parser()  # once, not for every value
     monkeypatch.setattr(cli, "_parser", lambda: parser)
 
@@ -137,8 +139,8 @@ def check(argv: list[str], *names: str) -> None:
 @pytest.mark.parametrize(("command", "option"), OPTIONS, ids=str)
 def test_odd_values(command, option, place, monkeypatch):
     monkeypatch.setattr("dsv4_jax.cli.logits.load", lambda *_, **__: (CHECKPOINT, {}))
-    base, names = complete(command, place), [option, {"what": "OP"}.get(option, option.upper())]
-    if option in ("trace", "what"):
+    base, names = complete(command, place), [option, {"what": "OP", "folder": "DIR"}.get(option, option.upper())]
+    if option in ("trace", "what", "folder"):
         base = base[1:]
     if option in ("--shapes", "--plot"):
         base = base[: command == "simulate" or -2]

@@ -36,14 +36,14 @@ def test_only_its_own_files_are_replaced(tmp_path, capsys):
     assert main([*map(str, argv)]) == 0
     before = {file.name: file.read_bytes() for file in path.iterdir()}
     capsys.readouterr()
-    refused(capsys, [*argv, "--seed", "1"], str(path), "has a checkpoint in it (--force replaces it)")
+    refused(capsys, [*argv, "--seed", "1"], f"DIR: {path} has a checkpoint in it (--force replaces it)")
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
     assert main([*map(str, argv), "--seed", "1", "--force"]) == 0
     changed = [file.name for file in path.iterdir() if file.read_bytes() != before[file.name]]
     assert sorted(before) == FILES and changed == ["model.safetensors"]
     capsys.readouterr()
     (path / "model.safetensors.index.json").touch()
-    refused(capsys, [*argv, "--force"], "has 'model.safetensors.index.json' in it, which is no file of this command's")
+    refused(capsys, [*argv, "--force"], "has model.safetensors.index.json in it, which is no file of this command's")
     refused(capsys, ["init", path / "config.json"], "argument DIR: ", "is not a directory")
     refused(capsys, ["init", ""], "argument DIR: an empty name")
     refused(capsys, [*argv, "--seed", "-1"], "argument --seed: must not be negative")
