@@ -56,7 +56,7 @@ class Publisher:
 
     def _placement(self, request: Request) -> SnapshotPlacement:
         """Where the request's states are kept."""
-        placement = self._snapshots
+        placement = self.snapshots
         if request.reuse == "output" or placement == _NOWHERE:
             return placement
         return dataclasses.replace(placement, end_of_prompt=True, end_of_output=False)
