@@ -34,7 +34,6 @@ __all__ = [
     "Sampled",
     "Sampling",
     "SamplingRows",
-    "check_mask",
     "counted",
     "log_probabilities",
     "mask_words",
@@ -70,7 +69,7 @@ class Sampling:
         repetition_penalty: above 0: logits above 0 are divided by it, others multiplied; 1 changes nothing.
         presence_penalty: -2 to 2, subtracted once.
         frequency_penalty: -2 to 2, subtracted as often as the token was sampled.
-        seed: 64 bits, of the request's random numbers; None: whoever runs the request gives it one (`seeded`).
+        seed: 64 bits, of the request's random numbers; None: whoever runs the request gives it one.
 
     Raises:
         RequestError: naming the attribute that is out of range, or of a wrong type.
@@ -117,10 +116,6 @@ class Sampling:
     def penalised(self) -> bool:
         """It needs to know which tokens there were (`counts` of a step)."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
-
-    def seeded(self, seed: int) -> Self:
-        """Returns these settings with this seed, if they have none of their own."""
-        return self if self.seed is not None else dataclasses.replace(self, seed=seed)
 
     @functools.cached_property
     def row(self) -> bytes:
@@ -296,7 +291,7 @@ def counted(
     if kept is not None:
         adds = adds & (jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] < kept[:, None])
     adds = jnp.broadcast_to(adds, tokens.shape).astype(jnp.int32)
-    return counts.at[jnp.broadcast_to(slots[:, None], tokens.shape), tokens].add(adds)
+    return jnp.asarray(counts).at[jnp.broadcast_to(slots[:, None], tokens.shape), tokens].add(adds)
 
 
 def log_probabilities(logits: jax.Array, tokens: jax.Array, *, top: int = 0) -> Sampled:
@@ -345,19 +340,6 @@ def token_counts(prompt: Any, output: Any, vocab: int) -> np.ndarray:
 def mask_words(vocab: int) -> int:
     """Returns how many words of 32 bits a mask of so many tokens has."""
     return -(-vocab // 32)
-
-
-def check_mask(mask: Any, vocab: int) -> np.ndarray:
-    """Returns a row's mask as uint32 words. Raises `RequestError` unless it is [ceil(vocab / 32)] uint32 or int32 and
-    allows a token."""
-    wanted, given = mask_words(vocab), np.asarray(mask)
-    if given.shape != (wanted,) or given.dtype not in (np.uint32, np.int32):
-        raise RequestError(f"a mask is {given.dtype}{[*given.shape]}, expected uint32[{wanted}] for {vocab} tokens")
-    words = given.view(np.uint32)
-    last = words[-1] & np.uint32(2 ** (vocab - 32 * (wanted - 1)) - 1)
-    if not last and not words[:-1].any():
-        raise RequestError(f"a mask allows none of the {vocab} tokens")
-    return words
 
 
 def _likeliest(chosen: jax.Array, packed: jax.Array, position: jax.Array) -> jax.Array:

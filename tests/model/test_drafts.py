@@ -70,12 +70,20 @@ def generate(params, prompts=PROMPTS, *, cache=None, manager=None, **options):
     return drawn, sizes, cache
 
 
-@pytest.mark.parametrize(("strength", "least", "most"), [(None, 1.0, 1.3), (0.0, 2.5, 3.0), (0.02, 1.4, 2.5)])
-def test_greedy_output_is_that_without_drafts(params, strength, least, most) -> None:
+@pytest.mark.parametrize(
+    ("strength", "sampling", "least", "most"),
+    [
+        (None, Sampling(), 1.0, 1.3),
+        (0.0, Sampling(), 2.5, 3.0),
+        (0.02, Sampling(), 1.4, 2.5),
+        (0.02, Sampling(0.6, top_k=30, top_p=0.98), 1.1, 2.9),
+    ],
+)
+def test_output_is_that_without_drafts(params, strength, sampling, least, most) -> None:
     """With guesses that are mostly wrong, always right, and right now and then."""
-    given = params if strength is None else leaning(params, strength)
-    expected, _, _ = generate(given)
-    drawn, sizes, _ = generate(given, drafts=2)
+    given, options = params if strength is None else leaning(params, strength), dict(sampling=sampling, seed=11)
+    expected, _, _ = generate(given, **options)
+    drawn, sizes, _ = generate(given, drafts=2, **options)
     assert drawn == expected
     # The first token of each is drawn by the step that ends its prompt.
     per_step = (sum(sizes) - len(PROMPTS)) / (len(sizes) - len(PROMPTS))

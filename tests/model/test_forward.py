@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax import CacheLayout, DSV4Config, init_cache, model
-from dsv4_jax.errors import LayoutError, ShapeError
+from dsv4_jax.errors import LayoutError, RequestError, ShapeError
 from dsv4_jax.layout import CacheSize
 from dsv4_jax.manager import KVCacheManager
 from dsv4_jax.model import SamplingRows
@@ -129,6 +129,11 @@ def test_wrong_token_shape_is_refused(params):
     for decode in (model.decode_step, lambda *args: model.decode_loop(*args, 2)):
         with pytest.raises(ShapeError, match="one token per sequence, the plan has 4 for 1"):
             decode(params, cache, plan, np.zeros(4, np.int32))
+    masks, one = np.zeros((1, 8), np.uint32), manager.plan_step([])
+    with pytest.raises(RequestError, match="masks of a loop of 2 steps"):
+        model.decode_loop(params, cache, one, np.zeros(1, np.int32), 2, masks=masks)
+    with pytest.raises(RequestError, match="masks of a loop of 3 steps"):
+        model.draft_loop(params, cache, one, np.zeros(1, np.int32), np.zeros(1, np.int32), 1, 3, masks=masks)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from dsv4_jax.errors import RequestError, ShapeError
 from dsv4_jax.model import Sampling, SamplingRows
 from dsv4_jax.model import sampling as samplers
-from dsv4_jax.model.sampling import IN_PROMPT, check_mask, log_probabilities, noise, token_counts
+from dsv4_jax.model.sampling import IN_PROMPT, log_probabilities, noise, token_counts
 
 VOCAB, MANY = 37, 4000
 WORDS = samplers.mask_words(VOCAB)
@@ -183,7 +183,7 @@ def test_noise_is_of_seed_position_and_token_alone() -> None:
 def draws(how: Sampling, logits: np.ndarray) -> np.ndarray:
     """MANY draws from the same logits, each at a position of its own."""
     rows = np.broadcast_to(np.asarray(logits, np.float32), (MANY, len(logits)))
-    packed = SamplingRows.of([how.seeded(0)] * MANY)
+    packed = SamplingRows.of([dataclasses.replace(how, seed=0)] * MANY)
     return np.asarray(sample(rows, packed, np.arange(MANY, dtype=np.int32)).tokens)
 
 
@@ -282,7 +282,7 @@ def test_a_row_is_made_once_a_request() -> None:
     rows = SamplingRows.unpack(packed, 3)
     assert [x[0].item() for x in rows] == [0.5, 0.25, 0.125, 2.0, 1.0, -1.0, 3, True, 2, 2**32 - 1, 2**32 - 1]
     assert [x[1].item() for x in rows] == [0, 1, 0, 1, 0, 0, 0, False, 0, 0, 0]
-    assert how == dataclasses.replace(how) and Sampling(seed=3).seeded(4).seed == 3 and Sampling().seeded(4).seed == 4
+    assert how == dataclasses.replace(how)
     with pytest.raises(RequestError, match=r"temperature 0\.5 needs a seed"):
         SamplingRows.of([Sampling(0.5)])
     assert SamplingRows.of([]).shape == (0, 10)
@@ -321,18 +321,3 @@ def test_masks_and_counts_that_do_not_fit() -> None:
         samplers.sample(logits, packed)
     with pytest.raises(RequestError, match="counts are of penalties"):
         samplers.sample(logits, counts=np.zeros((2, VOCAB), np.int32))
-
-
-def test_a_mask_is_checked_on_the_host() -> None:
-    last = np.zeros(WORDS, np.int32)
-    last[-1] = 1 << 4
-    assert check_mask(last, VOCAB).dtype == np.uint32
-    for wrong in (np.zeros(WORDS + 1, np.uint32), np.zeros((1, WORDS), np.uint32), np.zeros(WORDS), None, "all"):
-        with pytest.raises(RequestError, match=r"a mask is .*, expected uint32\[2\] for 37 tokens"):
-            check_mask(wrong, VOCAB)
-    beyond = np.zeros(WORDS, np.uint32)
-    beyond[-1] = 0xFFFFFFE0  # tokens that there are not
-    for nothing in (np.zeros(WORDS, np.int32), beyond):
-        with pytest.raises(RequestError, match="allows none of the 37 tokens"):
-            check_mask(nothing, VOCAB)
-    assert check_mask(np.array([1 << 31], np.uint32), 32)[0] == 1 << 31
