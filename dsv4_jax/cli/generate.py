@@ -13,7 +13,7 @@ from ..hf_config import check_drafts, read_hf
 from ..text import Tokenizer, stop_tokens_of
 from .answers import Answer, AnswerPrinter
 from .engine import DeviceMemory, answer, cache_policy, choose_size, open_stores, shares_a_block, weights_name
-from .models import add_weights, check, devices_that_hold, load, weight_bytes
+from .models import add_weights, check, default_form, devices_that_hold, load, weight_bytes
 from .options import (
     LATENCY_REQUESTS,
     add_command,
@@ -73,7 +73,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     option(sampling, "--stop", str, "TEXT", stop, action="append", default=[])
     steps = parser.add_argument_group("how it runs")
     form = "matrices in this dtype, or released: FP8 and FP4 as they are"
-    add_weights(steps, f"{form} (default: released if they are FP8, else float32)")
+    add_weights(steps, f"{form} (default: released if they are FP8, on a CPU bfloat16; else float32)")
     option(steps, "--max-batch", positive, "N", "prompts side by side, if they fit", default=16)
     option(steps, "--chunk", positive, "N", "most tokens of a step (default: what prompts need, at most 2048)")
     option(steps, "--decode-steps", positive, "K", "steps per call: text comes K tokens at a time", default=1)
@@ -115,9 +115,9 @@ def run(args: argparse.Namespace) -> int:
     layout = layout_from(args, cfg, include_mtp=mtp)
     start_jax()
     check_implementation(args.implementation)
-    form = args.weights or ("released" if hf.get("quantization_config") else "float32")
     side_by_side = min(args.max_batch, len(prompts))
     tensor = devices_sharing_heads(args.tensor, args.devices, side_by_side)
+    form = args.weights or default_form(hf, cfg, device_bytes(), args.devices, tensor, mtp=mtp)
     if args.pool and tensor == 1:
         raise OptionError("--pool: blocks are shared by devices that share the heads, give --devices and --tensor")
     shards = max(1, args.devices // tensor)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 from ..config import DSV4Config
@@ -19,6 +20,7 @@ __all__ = [
     "add_model",
     "add_weights",
     "check",
+    "default_form",
     "devices_that_hold",
     "load",
     "model_config",
@@ -61,6 +63,30 @@ def model_file(name: str) -> str | None:
 def add_weights(parser: argparse._ActionsContainer, help: str, default: str | None = None) -> None:
     """Adds `--weights`. `help` says what it is for and what the default is."""
     parser.add_argument("--weights", choices=FORMS, default=default, help=help)
+
+
+def default_form(
+    hf: Mapping[str, Any], cfg: DSV4Config, memory: int, devices: int = 1, tensor: int = 1, *, mtp: bool = False
+) -> str:
+    """The form of a checkpoint's weights if none is asked for.
+
+    Those in FP8 stay as released where there are kernels for them. A CPU has none, and would dequantise them in every
+    step: there they are bfloat16, which holds their values exactly, if that takes at most half of the memory.
+
+    Args:
+        memory: bytes that each device has.
+
+    Raises:
+        OptionError: as `weight_bytes`.
+    """
+    import jax
+
+    if not hf.get("quantization_config"):
+        return "float32"
+    if jax.default_backend() != "cpu":
+        return "released"
+    wide = weight_bytes(cfg, "bfloat16", devices, tensor, mtp=mtp)
+    return "bfloat16" if wide <= memory // 2 else "released"
 
 
 def check(checkpoint: pathlib.Path, cfg: DSV4Config, weights: str, *, mtp: bool = False) -> None:

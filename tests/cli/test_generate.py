@@ -8,6 +8,7 @@ import json
 import pathlib
 import types
 
+import jax
 import numpy as np
 import pytest
 
@@ -15,6 +16,7 @@ from dsv4_jax import CacheLayout, CacheSize, DSV4Config, init_cache, model
 from dsv4_jax.cli import generate as command
 from dsv4_jax.cli import main
 from dsv4_jax.cli.engine import DeviceMemory, choose_size, shares_a_block
+from dsv4_jax.cli.models import default_form
 from dsv4_jax.cli.prompts import given_prompts
 from dsv4_jax.config import AttentionType
 from dsv4_jax.engine import Drawn
@@ -310,11 +312,11 @@ def test_refusals(checkpoint, capsys, tmp_path, monkeypatch):
 
 
 def test_checkpoints_that_do_not_run_are_named(capsys, tmp_path, monkeypatch):
-    """Before anything is loaded or its room computed; FP8 checkpoints are loaded as released if not told otherwise."""
+    """Before anything is loaded or its room computed."""
     monkeypatch.setattr(command, "load", lambda *_, **options: pytest.fail("loaded"))
     monkeypatch.setattr(command, "weight_bytes", lambda *_, **options: pytest.fail("computed"))
     released.write(tmp_path, released.with_fp8_experts(released.tensors()))
-    argv = generate(tmp_path, "--tokens", "1")
+    argv = generate(tmp_path, "--tokens", "1", "--weights", "released")
     refused(
         capsys, argv, "--checkpoint: the checkpoint's routed experts are FP8 (e4m3", "only FP4 experts run", "bfloat16"
     )
@@ -329,6 +331,32 @@ def test_checkpoints_that_do_not_run_are_named(capsys, tmp_path, monkeypatch):
         )
     with pytest.raises(pytest.fail.Exception, match="computed"):
         main(argv)
+
+
+def test_weights_are_kept_as_released_where_kernels_read_them(monkeypatch):
+    """Not on a CPU, which would dequantise them in every step, unless their values in bfloat16 take too much memory."""
+    cfg, quantised = DSV4Config.tiny_released(), {"quantization_config": {"quant_method": "fp8"}}
+    needed = model.device_bytes(cfg, "bfloat16")
+    assert default_form(quantised, cfg, 2 * needed) == "bfloat16"
+    assert default_form(quantised, cfg, 2 * needed - 1) == "released"
+    assert default_form(quantised, cfg, 2 * needed, mtp=True) == "released", "the MTP layer takes memory too"
+    assert default_form({}, cfg, 1) == "float32"
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert default_form(quantised, cfg, 1 << 60) == "released"
+
+
+@pytest.mark.slow
+def test_a_cpu_draws_the_same_from_weights_in_either_form(tmp_path, capsys):
+    assert main(["init", str(tmp_path), "--json"]) == 0
+    answers = []
+    for form in ([], ["--weights", "released"]):
+        capsys.readouterr()
+        argv = generate(tmp_path, "--tokens", ",".join(map(str, range(200))), "--max-new-tokens", 8, *form, "--json")
+        assert main(argv) == 0
+        report = json.loads(capsys.readouterr().out)
+        answers.append((report["answers"][0]["tokens"], report["weights"]))
+    (first, wide), (second, kept) = answers
+    assert first == second and len(first) == 8 and (wide, kept) == ("bfloat16", "released")
 
 
 def test_checkpoints_without_text(checkpoint, with_text, capsys, tmp_path):
