@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
     check_implementation(args.implementation)
     side_by_side = min(args.max_batch, len(prompts))
     tensor = devices_sharing_heads(args.tensor, args.devices, side_by_side)
-    form = args.weights or default_form(hf, cfg, device_bytes(), args.devices, tensor, mtp=mtp)
+    form = args.weights or default_form(hf, cfg, device_limit(), args.devices, tensor, mtp=mtp)
     if args.pool and tensor == 1:
         raise OptionError("--pool: blocks are shared by devices that share the heads, give --devices and --tensor")
     shards = max(1, args.devices // tensor)

@@ -87,8 +87,8 @@ class Limits:
 class _Sent(NamedTuple):
     """A call under way: of each data shard, its rows."""
 
-    rows: list[list[tuple[Job, int, int, bool]]]  # job, known tokens, drafts, whether it samples
-    steps: int
+    rows: list[list[tuple[Job, int, int, int]]]  # job, known tokens, drafts, the most it samples
+    decodes: bool  # all of them, and nothing else
 
 
 class Core:
@@ -132,7 +132,7 @@ class Core:
             raise PlanError(f"limits must be Limits, got {shown(limits)}")
         self.shapes, self.limits, self.storage = shapes, limits, [*storage]
         self.layout = self.managers[0].layout
-        self.depth = 2 if check_boolean("ahead", ahead, error=PlanError) and shapes.ahead and not shapes.drafts else 1
+        self.depth = 2 if check_boolean("ahead", ahead, error=PlanError) and shapes.ahead else 1
         self.paused = self.asleep = False
         self.counts = collections.Counter[str]()
         self.problem: Exception | None = None
@@ -314,8 +314,18 @@ class Core:
 
     def _next_step(self) -> Work | None:
         """The next call of requests that sample."""
+        # How many tokens a step with drafts keeps the devices alone know: only steps of decodes go on from there.
+        unsure = bool(self._sent) and self.shapes.drafts > 0
+        if unsure and not self._sent[-1].decodes:
+            return None
         each = [self._schedule(shard) for shard in range(len(self.managers))]
-        return self._planned(each) if any(each) else None
+        if not any(each) or (unsure and not self._decodes(each)):
+            return None
+        return self._planned(each)
+
+    def _decodes(self, each: list[list[tuple[Job, int]]]) -> bool:
+        """Whether these are all decodes, which can run as such."""
+        return all(count == 1 for pairs in each for _, count in pairs) and self._tabled(each)
 
     def _score(self) -> Work | None:
         """The next chunks of texts that are scored, whose blocks are all reserved."""
@@ -518,7 +528,7 @@ class Core:
 
     def _planned(self, each: list[list[tuple[Job, int]]]) -> Work:
         """The call of these tokens: a loop if all decode and nobody waits, else one step."""
-        decoding = all(count == 1 for pairs in each for _, count in pairs) and self._tabled(each)
+        decoding = self._decodes(each)
         steps = self.shapes.steps if decoding and self._loops(each) else 1
         drafts = [[self._drafts(job) if count == 1 else 0 for job, count in pairs] for pairs in each]
         if self.shapes.drafts:
@@ -536,7 +546,7 @@ class Core:
     ) -> Work:
         """The call of these tokens, and of so many drafts of each, planned."""
         shape = self.shapes.decode if decoding else self.shapes.mixed
-        plans, transfers, rows, sent = [], [], list[list[Row]](), list[list[tuple[Job, int, int, bool]]]()
+        plans, transfers, rows, sent = [], [], list[list[Row]](), list[list[tuple[Job, int, int, int]]]()
         tokens = np.zeros((len(each), shape.tokens), np.int32)
         source = np.full((len(each), shape.tokens), -1, np.int32)
         targets = np.full((len(each), shape.tokens), -1, np.int32) if scores else None
@@ -562,10 +572,10 @@ class Core:
                 how = job.prompt, job.sampling, job.seed, request.slot
                 rows[shard].append(Row(*how, count, prefills, samples, more, known))
                 job.fresh = job.fresh and not samples
-                sent[shard].append((job, count, more, samples))
+                sent[shard].append((job, count, more, steps * (1 + more) if samples else 0))
                 at += count + more
             planned: Any = [(job.request, n + more) for (job, n), more in zip(pairs, drafts[shard], strict=True)]
-            plans.append(manager.plan_step(planned, steps=steps, shape=shape))
+            plans.append(manager.plan_step(planned, steps=steps, shape=shape, ahead=bool(self._sent)))
             if not scores:
                 tokens[shard] = manager.plan_tokens(plans[-1], unknown=-1)
             transfers.append(manager.take_transfers())
@@ -575,10 +585,11 @@ class Core:
         for shard, entries in enumerate(sent):
             for row, (job, _, _, samples) in enumerate(entries):
                 job.row = row
-                job.ahead += steps if samples else 0
+                job.ahead += samples
                 if samples and job.prompt.mask is not None:
                     self._mask(job, shard * shape.sequences + row, masks)
-        self._sent.append(_Sent(sent, steps))
+        decodes = decoding and all(samples for entries in sent for *_, samples in entries)
+        self._sent.append(_Sent(sent, decodes))
         flat = None if targets is None else targets.reshape(-1)
         kind = "score" if scores else "decode" if decoding else "mixed"
         return Work(kind, plans, transfers, steps, tokens.reshape(-1), source.reshape(-1), rows, masks, flat)
@@ -646,10 +657,10 @@ class Core:
                     self._take_scores(job, drawn, shard, row)
                 if not samples:
                     continue
-                job.ahead -= sent.steps
+                job.ahead -= samples
                 ids = drawn.tokens[shard][row]
                 prompt, out = job.prompt, job.out
-                if len(ids) == 1 and prompt.is_plain and not drafts and ids[0] not in prompt.stop_tokens:
+                if len(ids) == 1 and prompt.is_plain and not self.shapes.drafts and ids[0] not in prompt.stop_tokens:
                     out.append(ids[0])  # nearly all: hundreds of them pass here every step
                     request.tokens.append(ids[0])
                     plain += 1
@@ -658,7 +669,7 @@ class Core:
                     else:
                         self._end(job, "length", tokens=ids)
                     continue
-                if drafts:
+                if drafts or request.earlier:  # which steps the manager has to be told of what they keep
                     manager.accept(request, len(ids))
                 self._sampled(job, request, ids, drawn, shard, row)
         self.counts["sampled_tokens"] += plain

@@ -92,6 +92,9 @@ class DeviceExecutor:
         """What the devices keep beside the cache: the last token of each row, and counts for penalties."""
         rows = self._placement.shards * self.shapes.mixed.sequences
         self._before = jax.device_put(np.zeros(rows, np.int32), self._placement.rows)
+        self._lengths: jax.Array | None = None
+        if self.shapes.drafts:  # tokens of each row after the last call, which the host does not know yet
+            self._lengths = jax.device_put(np.zeros(rows, np.int32), self._placement.rows)
         self._counts: jax.Array | None = None
 
     @property
@@ -132,8 +135,9 @@ class DeviceExecutor:
             drafts = np.zeros((len(work.rows), shape.sequences), np.int32)
             for i, some in enumerate(work.rows):
                 drafts[i, : len(some)] = [row.drafts for row in some]
-            arrays.append(drafts.reshape(-1))
-            function, more = _verify, dict(width=self.shapes.drafts, steps=work.steps)
+            arrays += [drafts.reshape(-1), self._lengths]
+            steps = work.steps if work.kind == "decode" else 0
+            function, more = _verify, dict(width=self.shapes.drafts, steps=steps)
         elif work.kind == "decode":
             function, more = _decode, dict(steps=work.steps)
         else:
@@ -146,7 +150,9 @@ class DeviceExecutor:
             **options,
             **more,
         )
-        sampled, kept, self._before, self.cache = step(self.params, self.cache, stacked(work.plans), *arrays)
+        sampled, kept, self._before, self._lengths, self.cache = step(
+            self.params, self.cache, stacked(work.plans), *arrays
+        )
         if counts:
             self._counts = sampled.counts
         return _Call(sampled, kept, work, self._exchanges)
@@ -412,11 +418,11 @@ def _mixed(
     *rest: jax.Array,
     masked: bool,
     **asked: Any,
-) -> tuple[Sampled, None, jax.Array, KVCache]:
+) -> tuple[Sampled, None, jax.Array, None, KVCache]:
     """One step, and each row's next token."""
     how = _how(packed, rest, masked, asked)
     sampled, cache = sample_step(params, cache, plan, _fed(tokens, before), **how)
-    return _shaped(sampled, lambda x: x[:, None, None]), None, sampled.tokens, cache
+    return _shaped(sampled, lambda x: x[:, None, None]), None, sampled.tokens, None, cache
 
 
 def _decode(
@@ -430,13 +436,13 @@ def _decode(
     steps: int,
     masked: bool,
     **asked: Any,
-) -> tuple[Sampled, None, jax.Array, KVCache]:
+) -> tuple[Sampled, None, jax.Array, None, KVCache]:
     """K decode steps."""
     how = _how(packed, rest, masked, asked)
     sampled, cache = decode_loop(params, cache, plan, _fed(tokens, before), steps, **how)
     last = sampled.tokens[-1]
     sampled = sampled._replace(experts=_first(sampled.experts))
-    return _shaped(sampled, lambda x: x.swapaxes(0, 1)[:, :, None]), None, last, cache
+    return _shaped(sampled, lambda x: x.swapaxes(0, 1)[:, :, None]), None, last, None, cache
 
 
 def _verify(
@@ -447,24 +453,31 @@ def _verify(
     before: jax.Array,
     packed: jax.Array,
     drafts: jax.Array,
+    lengths: jax.Array,
     *rest: jax.Array,
     width: int,
     steps: int,
     masked: bool,
     **asked: Any,
-) -> tuple[Sampled, jax.Array, jax.Array, KVCache]:
-    """A step with drafts, or K of them: [B, K, 1 + width] tokens, of which [B, K] are kept."""
-    how, tokens = _how(packed, rest, masked, asked), _fed(tokens, before)
-    if steps > 1:
-        step = plan.unpack()
+) -> tuple[Sampled, jax.Array, jax.Array, jax.Array, KVCache]:
+    """K steps of decodes with drafts, [B, K, 1 + width] tokens, of which [B, K] are kept; or, for `steps` = 0, one
+    step of any kind. `lengths`: [B], of the rows of the call before, where the decodes fed from there begin."""
+    how, given, tokens = _how(packed, rest, masked, asked), tokens, _fed(tokens, before)
+    step = plan.unpack()
+    start = jnp.asarray(step.seq_start)
+    if steps:
+        known = given[step.seq_first]
+        start = jnp.where(known < 0, lengths[jnp.maximum(-1 - known, 0)], start)
+        step = step._replace(seq_start=start)
         sampled, kept, cache = draft_loop(params, cache, step, tokens[step.seq_first], drafts, width, steps, **how)
         sampled = sampled._replace(experts=_first(sampled.experts))
         sampled, kept = _shaped(sampled, lambda x: x.swapaxes(0, 1)), kept.swapaxes(0, 1)
     else:
-        sampled, kept, cache = draft_step(params, cache, plan, tokens, drafts, width, **how)
+        sampled, kept, cache = draft_step(params, cache, step, tokens, drafts, width, **how)
         sampled, kept = _shaped(sampled, lambda x: x[:, None]), kept[:, None]
     last = jnp.take_along_axis(sampled.tokens[:, -1], jnp.maximum(kept[:, -1:] - np.int32(1), 0), 1)[:, 0]
-    return sampled, kept, last, cache
+    after = start + step.seq_count - drafts - np.int32(1) + kept.sum(1, dtype=jnp.int32)
+    return sampled, kept, last, after, cache
 
 
 def _first(experts: jax.Array | None) -> jax.Array | None:

@@ -53,7 +53,8 @@ class Work:
         transfers: of each data shard, to be run before.
         steps: K.
         tokens: [shards * T] int32 in the plans' order; 0 where the call before gives the token, and of drafts.
-        source: [shards * T] int32: the row of the call before (of the same shard) whose last token is fed; -1: none.
+        source: [shards * T] int32: the row of the call before (of the same shard) whose last token is fed; -1: none. If
+            that call had drafts, the row goes on from where it ended: the plan has the furthest place that may be.
         rows: of each data shard, in the plan's order.
         targets: of "score", [shards * T] int32: the token after each; -1: there is none. Else None.
         masks: row (counted over all shards) -> uint32 [words] of the tokens that it may sample.

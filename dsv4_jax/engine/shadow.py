@@ -57,7 +57,7 @@ class ShadowExecutor:
             guesses,
         )
         self.recovered = 0
-        self._last: list[dict[int, int]] = []  # of the call before, row -> its last token
+        self._last: list[dict[int, tuple[int, int]]] = []  # of the call before, row -> its last token, and where it is
 
     def check(self, prompt: Prompt) -> None:
         """Everything can be asked for."""
@@ -77,7 +77,7 @@ class ShadowExecutor:
             self._last = [{} for _ in work.plans]
             return self._scored(work)
         tokens, source = (x.reshape(len(work.plans), -1) for x in (work.tokens, work.source))
-        last: list[dict[int, int]] = []
+        last: list[dict[int, tuple[int, int]]] = []
         drawn: list[list[list[int]]] = []
         for shard, (plan, rows) in enumerate(zip(work.plans, work.rows, strict=True)):
             last.append({})
@@ -86,8 +86,10 @@ class ShadowExecutor:
             for i, row in enumerate(rows):
                 at = firsts[i] + row.count - 1
                 feeds = source[shard, at]
-                fed = int(tokens[shard, at]) if feeds < 0 else self._last[shard][int(feeds)]
-                place, out = starts[i] + row.count - 1, list[int]()
+                fed, place = int(tokens[shard, at]), starts[i] + row.count - 1
+                if feeds >= 0:
+                    fed, place = self._last[shard][int(feeds)]
+                out = list[int]()
                 for _ in range(work.steps):
                     for more in range(1 + row.drafts):
                         fed = self._draw(row.seed, place, fed, work.masks.get(shard * plan.num_seqs + i))
@@ -96,7 +98,7 @@ class ShadowExecutor:
                         if more < row.drafts and (fed * 2654435761 % 2**32) >= self.guesses * 2**32:
                             break
                 drawn[-1].append(out)
-                last[-1][i] = fed
+                last[-1][i] = fed, place
         self._last = last
         result = Drawn(drawn, [[[-1.0] * len(row) for row in rows] for rows in drawn])
 
