@@ -5,7 +5,8 @@ is the token that the target draws there. What comes out is what the target draw
 (Drafter-invariant: Daliri, Musco and Suresh 2024, arXiv 2408.07978. A draft from q where the target has p is right with
 a probability of at least (1 - d) / (1 + d), where d is their total variation distance, and with 1 - d by the best rule
 of any, that of Leviathan et al. 2023, arXiv 2211.17192, whose tokens depend on the drafts, and which needs q of the
-whole vocabulary.)
+whole vocabulary. For logits with a standard deviation of 8 and drafts whose logits are off by noise of 1, d is 0.17 and
+78.5 % are right instead of 82.7: docs/model.md.)
 """
 
 from __future__ import annotations
