@@ -44,7 +44,7 @@ def test_every_public_name_loads():
 def test_host_side_imports_no_jax():
     code = (
         "import sys, dsv4_jax.manager, dsv4_jax.capacity, dsv4_jax.plan, dsv4_jax.cli.plan, dsv4_jax.simulate;"
-        "from dsv4_jax import pools, records, stores, tiers; tiers.swap_plan, tiers.remote, pools.RadixCache;"
+        "from dsv4_jax import pools, records, stores, text, tiers; tiers.swap_plan, tiers.remote, pools.RadixCache;"
         "import dsv4_jax.transports.loopback, dsv4_jax.transports.nixl, dsv4_jax.transports.jax_transfer;"
         "print('jax' in sys.modules)"
     )
