@@ -147,6 +147,9 @@ class Core:
         self._deadlines: list[tuple[float, int, Job]] = []  # a heap
         self._masked = self._order = self._waiting = self._stale = self._scores = 0
         self._scored = False  # whether the call planned last was of scores
+        vocab = self.layout.cfg.vocab_size
+        self._allowed = np.full(-(-vocab // 32), 0xFFFFFFFF, np.uint32)  # the most a mask can say
+        self._allowed[-1] >>= np.uint32(-vocab % 32)
 
     # What is asked for
 
@@ -162,6 +165,8 @@ class Core:
         tokens = prompt.tokens
         assert isinstance(tokens, np.ndarray)
         check_range(tokens, self.layout.cfg.vocab_size)
+        if prompt.n > self.limits.queued:
+            raise RequestError(f"n is {prompt.n}, at most {self.limits.queued} can wait here")
         most = self.limits.new_tokens
         if most is not None and prompt.max_new_tokens > most:
             raise RequestError(f"max_new_tokens is {prompt.max_new_tokens}, at most {most} are allowed here")
@@ -203,9 +208,10 @@ class Core:
         seed = derived_seed(self.seed, self._order)
         jobs = [Job.of(prompt, name, i, self._order + i, now, aging, seed) for i in range(prompt.n)]
         if self.storage and prompt.arrival is None:
-            shard = jobs[0].shard = jobs[0].order % len(self.managers)
+            shard = jobs[0].order % len(self.managers)
             asked = self.storage[shard].prefetch(prompt.tokens, namespace=prompt.namespace, items=prompt.items)
-            jobs[0].fetch = asked
+            for job in jobs:
+                job.shard, job.fetch = shard, asked
         self._order += prompt.n
         self._jobs[name] = jobs
         for job in jobs:
@@ -236,10 +242,10 @@ class Core:
             prompts: whether there will be prompts of more than one token.
 
         Raises:
-            EngineError: calls are under way.
+            EngineError: calls are under way, or it sleeps.
         """
-        if self._sent:
-            raise EngineError(f"{len(self._sent)} calls of the device are under way")
+        if self._sent or self.asleep:
+            raise EngineError("it sleeps" if self.asleep else f"{len(self._sent)} calls of the device are under way")
         nothing: list[list[tuple[Job, int]]] = [[] for _ in self.managers]
         kinds = [(True, self.shapes.steps)] + ([(False, 1)] if prompts else [])
         for decoding, steps in kinds:
@@ -416,7 +422,8 @@ class Core:
         limit = min(need, self._limit)
         for shard in self._places(job):
             manager = self.managers[shard]
-            if self._preempted[shard] or not self._has_room(shard, job):
+            waiting = self._preempted[shard]  # in the order of their turns
+            if (waiting and _in_turn(waiting[0]) < _in_turn(job)) or not self._has_room(shard, job):
                 continue
             try:
                 if prompt.arrival is not None and not prompt.arrival.closed:
@@ -476,6 +483,7 @@ class Core:
         If the manager offers nothing and no result may change that, the least important have to go.
         """
         manager, live, shape = self.managers[shard], self._live[shard], self.shapes.mixed
+        under_way = any(sent.rows[shard] for sent in self._sent)  # what it brings may free blocks
         room = shape.tokens - (sum(map(self._drafts, live.values())) if self.shapes.drafts else 0)
         while live:
             waiting = [job for job in live.values() if (job.left > 0 if job.ahead else job.request.num_pending)]  # type: ignore[union-attr]
@@ -488,7 +496,7 @@ class Core:
             except ContextLimitError as error:  # it has outgrown all blocks
                 self._end(next(job for job in waiting if job.request.id == error.request), "error", error)  # type: ignore[union-attr]
                 continue
-            if offered or self._sent:
+            if offered or under_way:
                 return [(live[request], count) for request, count in offered]
             others = [job for job in live.values() if not job.prompt.score]
             if len(others) > 1:
@@ -596,14 +604,17 @@ class Core:
 
     def _mask(self, job: Job, row: int, masks: dict[int, np.ndarray]) -> None:
         """Asks a request which tokens may come next. One that raises ends when the step has run."""
-        words = np.zeros(-(-self.layout.cfg.vocab_size // 32), np.uint32)
+        words = np.zeros_like(self._allowed)
         assert job.prompt.mask is not None
         try:
             job.prompt.mask(job.out, words)
-            if not words.any():
+            if not (words & self._allowed).any():
                 raise RequestError("the mask allows no token")
-        except Exception as error:
-            self._end(job, "error", error)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # whatever it is, it is this request's
+            if job.state is not JobState.ENDED:
+                self._end(job, "error", _as_exception(error))
         else:
             masks[row] = words
 
@@ -699,10 +710,14 @@ class Core:
         finish = "stop" if stopped else "length" if len(job.out) >= prompt.max_new_tokens else None
         if prompt.stop_after is not None and new:
             try:
-                if prompt.stop_after(new):
+                if prompt.stop_after(list(new)):
                     finish = "stop"
-            except Exception as problem:
-                finish, error = "error", problem
+            except KeyboardInterrupt:
+                raise
+            except BaseException as problem:  # whatever it is, it is this request's
+                finish, error = "error", _as_exception(problem)
+            if job.state is JobState.ENDED:  # it has aborted itself
+                return
         more: dict[str, Any] = {}
         if prompt.logprobs is not None and drawn.logprobs is not None:
             more["logprobs"] = drawn.logprobs[shard][row][:kept]
@@ -736,6 +751,7 @@ class Core:
             else:
                 self._preempted[job.shard].remove(job)
             self._forget(job)
+            self._stale += job.expires < math.inf
         job.state, job.request = JobState.ENDED, None
         if self._stale > 64 + self._waiting:
             self._sweep()
@@ -770,10 +786,18 @@ class Core:
     def fail(self, error: Exception) -> list[Output]:
         """The calls under way are lost, the cache with them: their requests end in this error, the others begin anew.
 
+        With none under way it is the live requests that end, or, if there are none, all: what fails for other reasons
+        may fail for ever, and nobody is left without an answer.
+
         The executor's cache has to be an empty one afterwards (`Executor.recover`).
         """
         lost = {job: None for sent in self._sent for entries in sent.rows for job, *_ in entries}
+        lost = lost or {job: None for live in self._live for job in live.values()}
+        everybody = not lost
         self._begin_again(lost, error)
+        if everybody:
+            for job in [*self.jobs]:
+                self._end(job, "error", error)
         self.counts["failures"] += 1
         return self.drain()
 
@@ -821,6 +845,8 @@ class Core:
         again += [job for waiting in self._preempted for job in waiting]
         for manager in self.managers:
             manager.reset(**weights)
+            if self.asleep:  # it has woken up
+                manager.sleep()
         self._live = [{} for _ in self.managers]
         self._preempted = [[] for _ in self.managers]
         gone = {*lost}
@@ -856,6 +882,15 @@ def _check_alike(managers: list[KVCacheManager]) -> None:
             first.host_size,
         ):
             raise PlanError(f"the manager of shard {i} is of another cache than that of shard 0")
+
+
+def _as_exception(error: BaseException) -> Exception:
+    """An error of a callback as one that can be told: `SystemExit` is not for whoever reads it."""
+    if isinstance(error, Exception):
+        return error
+    told = RequestError(f"a callback raised {type(error).__name__}: {error}")
+    told.__cause__ = error
+    return told
 
 
 def _in_turn(job: Job) -> tuple[float, int]:

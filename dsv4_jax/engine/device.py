@@ -249,11 +249,14 @@ class DeviceExecutor:
             if not array.is_deleted():
                 array.delete()
 
-    def sleep(self, transfers: Sequence[Transfers]) -> None:
-        """Runs what has to leave the device, then gives up the cache's memory. Raises `EngineError` without `renew`."""
+    def sleep(self, leave: Callable[[], Sequence[Transfers]]) -> None:
+        """Runs what has to leave the device (`leave` plans it), then gives up the cache's memory.
+
+        Raises `EngineError` without `renew`, before anything changes.
+        """
         if self._renew is None:
             raise EngineError("nothing says how to make the cache again (renew)")
-        self.move(transfers)
+        self.move(leave())
         if self.host is not None:
             jax.block_until_ready(self.host.pages)
         self._drop()

@@ -202,14 +202,36 @@ class Engine:
                 raise QueueFullError(waiting, self._core.limits.queued)
             while name is None or (prompt.id is None and name in self._handles):
                 name = next(self._numbers)
-            handle = self._handles[name] = Handle(name, prompt.n, self.abort)
+            handle = self._handles[name] = Handle(name, prompt.n, self._leave, self._may_wait)
             self._entering += prompt.n
             self._inbox.put(lambda: self._enter(prompt, handle))
         return handle
 
     def abort(self, name: Hashable) -> None:
-        """Ends the request of this id, as "abort", if there is one. Within a turn its blocks are free."""
+        """Ends the request of this id, as "abort", if there is one. Within a turn its blocks are free.
+
+        Raises:
+            RequestError: it can be nobody's id.
+        """
+        try:
+            hash(name)
+        except TypeError:
+            raise RequestError(f"an id must be hashable, got {shown(name)}") from None
         self._inbox.put(lambda: self._core.abort(name))
+
+    def _leave(self, handle: Handle) -> None:
+        """Ends the request of this handle, and none that has its name since."""
+
+        def abort() -> None:
+            if self._handles.get(handle.id) is handle:
+                self._core.abort(handle.id)
+
+        self._inbox.put(abort)
+
+    def _may_wait(self) -> None:
+        """Raises `EngineError` in the engine's thread: what waits there for the engine would wait for ever."""
+        if threading.current_thread() is self._thread:
+            raise EngineError("a callback, in the engine's own thread, cannot wait for the engine")
 
     def run(self, prompts: Iterable[Prompt]) -> list[list[Completion]]:
         """Answers all of them; returns the samples of each, in order. As many are added as the queue takes.
@@ -315,6 +337,8 @@ class Engine:
     def close(self, *, drain: bool = False, timeout: float | None = None) -> None:
         """Ends it: requests end as "abort", or, with `drain`, as they would. Nothing is added any more.
 
+        From a callback it does not wait.
+
         Args:
             timeout: seconds to wait; then the thread ends when the device lets it.
         """
@@ -322,7 +346,8 @@ class Engine:
             if self._closed is None:
                 self._closed = EngineError("the engine is closed")
         self._inbox.put(lambda: self._quit(drain))
-        self._thread.join(timeout)
+        if threading.current_thread() is not self._thread:  # a callback of a request
+            self._thread.join(timeout)
 
     # The thread
 
@@ -372,18 +397,18 @@ class Engine:
             self._fail(error)
             return
         self._stats = self._now()
-        if work is None and not self._stop:
+        if work is None and not (self._stop and self._core.idle):
             self._rest(busy)
 
     def _wait(self) -> Any:
         """What the oldest call has drawn. Raises what went wrong with it; `EngineError` if it took too long."""
-        self._since = time.monotonic()
+        with self._lock:
+            self._since = time.monotonic()
         try:
             drawn = self._under_way[0].get()
         finally:
-            self._since = None
-        with self._lock:
-            hung = self._hung
+            with self._lock:  # from here on the watchdog is too late
+                self._since, hung = None, self._hung
         if hung is not None:
             raise hung
         self._under_way.popleft()
@@ -398,10 +423,10 @@ class Engine:
         """Nothing to compute: waits for the inbox, or for whatever is looked at again and again."""
         core = self._core
         nap: float | None = POLL if busy or core.fetching else None
-        if nap is None and (soonest := core.next_deadline) is not None:
-            nap = max(soonest - self._clock(), POLL)
-        if nap is None and (core.queued or core.live or core.preempted) and not core.paused:
+        if (core.queued or core.live or core.preempted) and not (core.paused or core.asleep):
             nap = POLL  # room that comes without a call of ours: a lease that ends, say
+        if nap is None and (soonest := core.next_deadline) is not None:
+            nap = min(max(soonest - self._clock(), POLL), threading.TIMEOUT_MAX)
         try:
             call = self._inbox.get(timeout=nap)
         except queue.Empty:
@@ -420,15 +445,14 @@ class Engine:
             call()
 
     def _enter(self, prompt: Prompt, handle: Handle) -> None:
-        with self._lock:
-            self._entering -= prompt.n
-            gone = self._handles.get(handle.id) is not handle
-        if gone:
-            return
         try:
-            self._core.add(prompt, self._clock(), name=handle.id)
+            if self._handles.get(handle.id) is handle and not self._ended.is_set():
+                self._core.add(prompt, self._clock(), name=handle.id)
         except Exception as error:
             self._fail_one(handle, error)
+        finally:
+            with self._lock:  # it is counted here until it is counted there
+                self._entering -= prompt.n
 
     def _tell(self, outputs: list[Output]) -> None:
         """Gives outputs to their readers; each loop of asyncio is called once."""
@@ -467,7 +491,7 @@ class Engine:
         self._executor.recover()
         outputs = self._core.fail(error)
         with self._lock:
-            hung, self._hung = self._hung is error, None
+            hung, self._hung = self._hung is not None, None
         if hung:  # nobody reads any more
             self._abort_all()
         self._tell(outputs)
@@ -478,12 +502,17 @@ class Engine:
         assert self._watchdog is not None
         while not self._ended.wait(self._watchdog / 8):
             since = self._since
-            if since is None or time.monotonic() - since < self._watchdog or self._hung is not None:
-                continue
-            error = EngineError(f"a call of the device has been under way for {self._watchdog} s")
-            with self._lock:
-                self._hung = error
-            self._fail_all(error)
+            if since is not None and time.monotonic() - since >= self._watchdog:
+                self._trip(since)
+
+    def _trip(self, since: float) -> None:
+        """All are told that the wait which began then takes too long, unless it is over by now."""
+        error = EngineError(f"a call of the device has been under way for {self._watchdog} s")
+        with self._lock:
+            if self._since != since or self._hung is not None:
+                return
+            self._hung = error
+        self._fail_all(error)
 
     def _now(self) -> EngineStats:
         core = self._core
@@ -499,8 +528,7 @@ class Engine:
 
     def _call(self, function: Callable[[], T]) -> T:
         """Has the thread call this between two turns; returns what that returned."""
-        if threading.current_thread() is self._thread:
-            return function()
+        self._may_wait()
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def call() -> None:
@@ -531,8 +559,13 @@ class Engine:
 
     def _warm_up(self) -> None:
         self._settle()
-        for work in self._core.warm_up():
-            self._executor.send(work).get()
+        works = self._core.warm_up()
+        while (work := next(works, None)) is not None:
+            try:
+                self._executor.send(work).get()
+            except Exception as error:
+                self._fail(error)
+                raise
 
     def _pause(self) -> None:
         self._settle()
@@ -540,7 +573,7 @@ class Engine:
 
     def _resume(self, keep: bool) -> None:
         if not keep:
-            for name in {job.id for job in list(self._core.jobs) if job.request is not None or job.out}:
+            for name in dict.fromkeys(job.id for job in self._core.jobs if job.request is not None or job.out):
                 self._core.abort(name)
         self._core.paused = False
 
@@ -556,10 +589,23 @@ class Engine:
         update(params, donate, lambda: self._core.forget(weights_id=weights_id))
 
     def _sleep(self) -> None:
+        sleep = getattr(self._executor, "sleep", None)
+        if sleep is None:
+            raise EngineError("this executor cannot sleep")
+        if self._core.asleep:
+            raise EngineError("it sleeps already")
         self._settle()
-        self._executor.sleep(self._core.sleep())  # type: ignore[attr-defined]
+        try:
+            sleep(self._core.sleep)
+        except Exception as error:
+            if self._core.asleep:  # it failed on its way: what was cached is lost
+                self._core.wakeup()
+                self._fail(error)
+            raise
 
     def _wakeup(self) -> None:
+        if not self._core.asleep:  # the executor would make its cache anew
+            raise EngineError("it does not sleep")
         self._executor.wakeup()  # type: ignore[attr-defined]
         self._core.wakeup()
 
@@ -570,7 +616,7 @@ class Engine:
             self._abort_all()
 
     def _abort_all(self) -> None:
-        for name in {job.id for job in list(self._core.jobs)}:
+        for name in dict.fromkeys(job.id for job in self._core.jobs):
             self._core.abort(name)
 
 

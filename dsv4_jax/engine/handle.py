@@ -26,13 +26,19 @@ class Handle:
         id: of the request.
     """
 
-    def __init__(self, name: Hashable, samples: int, abort: Callable[[Hashable], object]):
+    def __init__(
+        self,
+        name: Hashable,
+        samples: int,
+        abort: Callable[[Handle], object],
+        may_wait: Callable[[], object] = lambda: None,
+    ):
         self.id = name
         self._completions = [Completion(name, i) for i in range(samples)]
         self._changed = threading.Condition()
         self._left = samples  # that have not ended
         self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
-        self._abort = abort
+        self._abort, self._may_wait = abort, may_wait
 
     def __repr__(self) -> str:
         return f"<Handle {self.id!r}: {self._left} of {len(self._completions)} samples go on>"
@@ -44,11 +50,13 @@ class Handle:
 
     def abort(self) -> None:
         """Ends it now, as "abort", if it has not ended. From any thread; waits for nothing."""
-        self._abort(self.id)
+        self._abort(self)
 
     def results(self, timeout: float | None = None) -> list[Completion]:
         """Waits for its end; returns all samples, in order. Raises `TimeoutError` if it takes longer (it goes on)."""
         until = None if timeout is None else time.monotonic() + check_seconds("timeout", timeout, error=EngineError)
+        if self._left:
+            self._may_wait()
         with self._changed:
             while self._left:
                 rest = None if until is None else until - time.monotonic()
@@ -67,6 +75,7 @@ class Handle:
             while True:
                 with self._changed:
                     while not (outputs := seen.news(self._completions)) and self._left:
+                        self._may_wait()
                         self._changed.wait()
                 if not outputs:
                     return
@@ -125,12 +134,28 @@ class _Seen:
         self._ended = [False] * samples
 
     def news(self, completions: list[Completion]) -> list[Output]:
+        """What has come since: of each sample an output, or several if the weights have changed."""
         outputs = []
         for i, now in enumerate(completions):
             (tokens, experts), ends = self._counts[i], now.finish is not None and not self._ended[i]
             if len(now.tokens) == tokens and len(now.experts) == experts and not ends:
                 continue
             more = now.experts[experts:]
+            bounds = [start for start, _ in now.weights if start > tokens]
+            for stop in bounds:  # tokens of weights that are no longer in use stand alone
+                own = slice(tokens, stop)
+                outputs.append(
+                    Output(
+                        now.id,
+                        i,
+                        now.tokens[own],
+                        now.logprobs[own],
+                        now.top[own],
+                        cached=now.cached,
+                        weights_id=now.weights_of(tokens),
+                    )
+                )
+                tokens = stop
             outputs.append(
                 Output(
                     now.id,
@@ -141,7 +166,7 @@ class _Seen:
                     now.finish,
                     now.error,
                     now.cached,
-                    now.weights_id,
+                    now.weights_of(tokens) if tokens < len(now.tokens) else now.weights_id,
                     np.concatenate(more, 1) if more else None,
                     now.lease,
                 )

@@ -148,7 +148,11 @@ class Output(NamedTuple):
 
 @dataclasses.dataclass
 class Completion:
-    """All of a sample's outputs together; attributes as those of `Output`."""
+    """All of a sample's outputs together; attributes as those of `Output`.
+
+    Attributes:
+        weights: (token, weights_id): from which token on which weights gave them; more than one if they changed.
+    """
 
     id: Hashable
     index: int = 0
@@ -161,9 +165,12 @@ class Completion:
     weights_id: Any = None
     experts: list[np.ndarray] = dataclasses.field(default_factory=list)
     lease: str | None = None
+    weights: list[tuple[int, Any]] = dataclasses.field(default_factory=list)
 
     def add(self, output: Output) -> None:
         """Takes up the next output."""
+        if output.tokens and (not self.weights or self.weights[-1][1] != output.weights_id):
+            self.weights.append((len(self.tokens), output.weights_id))
         self.tokens += output.tokens
         self.logprobs += output.logprobs
         self.top += output.top
@@ -171,6 +178,10 @@ class Completion:
             self.experts.append(output.experts)
         self.finish, self.error, self.lease = output.finish, output.error, output.lease
         self.cached, self.weights_id = output.cached, output.weights_id
+
+    def weights_of(self, token: int) -> Any:
+        """Name of the weights that gave this token."""
+        return next(name for start, name in reversed(self.weights) if start <= token)
 
 
 def stop_ids(tokens: Iterable[int], error: Callable[[str], Exception] = RequestError) -> frozenset[int]:
