@@ -23,7 +23,7 @@ from .weights.params import Params
 from .weights.quantised import Quantised
 from .weights.split import split_of
 
-__all__ = ["attention", "index_qat_default", "output_projection"]
+__all__ = ["attention", "index_qat_default", "output_projection", "selected_entries"]
 
 
 def attention(
@@ -69,15 +69,42 @@ def attention(
     if attn is AttentionType.CSA:
         kv, score, epilogue, ape = compressor("compressor")
         handle = handle.compress(kv, score, epilogue, compressor("indexer.compressor", rotate=qat), ape=ape)
-        index_q = of_q["indexer.wq_b"].reshape(-1, cfg.index_n_heads, cfg.index_head_dim)
-        index_q = handle.index_queries(index_q, freq, qat=qat)
-        scale = (cfg.index_head_dim * cfg.index_n_heads) ** -0.5
-        scores = handle.index_scores(index_q, of_x["indexer.weights_proj"], scale=scale)
-        selected = handle.top_k(scores)
+        selected = _selected(handle, of_q["indexer.wq_b"], of_x["indexer.weights_proj"], freq, qat)
 
     # `dtype`: rounded at once to what `matmul` would round it to.
     out, _ = handle.attend(q, p["attn_sink"], selected, inverse_rope=freq, dtype=dtype)
     return output_projection(p, out, cfg), handle
+
+
+def selected_entries(
+    p: Params, handle: LayerCacheHandle, x: jax.Array, *, index_qat: bool | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns which entries the tokens of a step read in a CSA layer: what `attention` selected, for who looks on.
+
+    Args:
+        p, x, index_qat: as `attention` was given them.
+        handle: as it returned it, after the layer's writes.
+
+    Returns:
+        (logical entries [T, K] int32, how many count [T] int32), as `LayerCacheHandle.top_k`.
+    """
+    cfg = handle.layout.cfg
+    dtype = jnp.bfloat16 if p["wo_a"].dtype == jnp.bfloat16 else jnp.float32
+    qat = index_qat_default(handle.layout) if index_qat is None else index_qat
+    of_x = products(p, "of_input", x)
+    latent = ops.normalise(of_x["wq_a"], p["q_norm"], eps=cfg.rms_norm_eps, dtype=dtype)
+    of_q = products(p, "of_q_latent", latent)
+    freq = jnp.asarray(rope_frequencies(cfg, handle.spec.attn))
+    return _selected(handle, of_q["indexer.wq_b"], of_x["indexer.weights_proj"], freq, qat)
+
+
+def _selected(
+    handle: LayerCacheHandle, queries: Values, head_weights: Values, freq: jax.Array, qat: bool
+) -> tuple[jax.Array, jax.Array]:
+    cfg = handle.layout.cfg
+    index_q = handle.index_queries(queries.reshape(-1, cfg.index_n_heads, cfg.index_head_dim), freq, qat=qat)
+    scale = (cfg.index_head_dim * cfg.index_n_heads) ** -0.5
+    return handle.top_k(handle.index_scores(index_q, head_weights, scale=scale))
 
 
 def output_projection(p: Params, out: jax.Array, cfg: DSV4Config) -> jax.Array:

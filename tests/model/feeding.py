@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pathlib
 from collections.abc import Iterable
 
 import jax
@@ -52,6 +53,11 @@ TEXT = (
     "the half line; when he goes on, the line is finished, written down, and the state is wiped for the next one."
 )
 
+# The trained checkpoint, and a text that it was not trained on: how dsv4_jax/model/speculative.py began, as token ids,
+# for the packages of its tokenizer are not there on every Python.
+SMALL = pathlib.Path(__file__).parents[2] / "checkpoints" / "small"
+SMALL_TEXT = np.load(pathlib.Path(__file__).with_name("small_text.npy")).astype(np.int32)
+
 
 def text_tokens(count: int) -> np.ndarray:
     """The first bytes of TEXT, [count] int32."""
@@ -69,6 +75,7 @@ def feed(
     most: int | None = None,
     kv_format: str = "f32",
     index_format: str = "f32",
+    implementation: str | None = None,
     **layout_options: object,
 ) -> np.ndarray:
     """Logits [T, vocab] of a token array fed through a fresh cache in these chunks, repeated as needed.
@@ -89,7 +96,7 @@ def feed(
         plan = build_plan(layout, [StepSequence(2, start, count)], shape, table_entries=entries)
         padded = np.zeros(most, np.int32)
         padded[:count] = tokens[start : start + count]
-        logits, cache = step(params, cache, plan.pack(), padded)
+        logits, cache = step(params, cache, plan.pack(), padded, implementation=implementation)
         out.append(np.asarray(logits)[:count])
         start, held = start + count, needed
         if start == length:

@@ -12,7 +12,7 @@ import pytest
 from dsv4_jax import AttentionType, DSV4Config, model
 
 from . import released
-from .feeding import feed, text_tokens, uncached
+from .feeding import SMALL, SMALL_TEXT, feed, text_tokens, uncached
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", "5.10")
@@ -184,3 +184,15 @@ def test_released_formats(tmp_path):
     assert not unexpected and all("inv_freq" in name for name in missing), (missing, unexpected)
     tokens = text_tokens(300)
     assert_same_logits(uncached(cfg, model.load_hf(tmp_path)[1], tokens), hf_logits(hf, tokens))
+
+
+def test_a_trained_checkpoint(tmp_path):
+    """Its weights in a plain dtype, which bfloat16 holds exactly, on real text: there is a choice of entries."""
+    cfg, params = model.load_hf(SMALL)
+    model.save_hf(dataclasses.replace(cfg, num_mtp_layers=0), params, tmp_path)
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    theirs = hf_logits(transformers.DeepseekV4ForCausalLM.from_pretrained(tmp_path, **plain).eval(), SMALL_TEXT)
+    assert SMALL_TEXT.size // cfg.csa_ratio > 2 * cfg.index_topk
+    ours = np.asarray(uncached(cfg, params, SMALL_TEXT))
+    assert_same_logits(ours, theirs)
+    assert np.linalg.norm(ours - theirs) <= 5e-6 * np.linalg.norm(theirs)
