@@ -103,6 +103,26 @@ TABLES: dict[str, Table] = {
         ),
         "model layers devices tensor prompts prompt_tokens decode_steps drafts",
     ),
+    # A trained checkpoint on real text, as `quality.measure_quality` reports it: nats a token, shares of tokens and of
+    # picked entries; `..._half` is half an interval of 95 %, `against` what KL, change and shares compare with.
+    "quality": Table(
+        _fields(
+            text="weights kv_format index_format key_split implementation against",
+            number="tokens windows context requests chunk decoded loss loss_half loss_change loss_change_half kl "
+            "kl_half same_token same_token_half same_entries same_entries_half decoded_loss decoded_loss_half "
+            "decoded_kl decoded_kl_half seconds tokens_per_s",
+        ),
+        "weights kv_format index_format key_split implementation context",
+    ),
+    # Drafts of its MTP layer on the same text, as `acceptance.measure_acceptance` reports them.
+    "acceptance": Table(
+        _fields(
+            text="weights kv_format index_format implementation",
+            number="temperature draft drafts accepted accepted_half accepted_after_others accepted_after_others_half "
+            "tokens_a_step places windows context requests seconds",
+        ),
+        "weights temperature draft drafts kv_format index_format implementation context",
+    ),
     # Blocks between the device and pinned host memory: times, and shares of the copy ceiling.
     "swap": Table(
         _fields(

@@ -255,16 +255,31 @@ def _joined(row: dict[str, Any], between: str, *names: str) -> str:
     return between.join(number(row[name]) for name in names if row.get(name) is not None)
 
 
+def _interval(form: str, name: str) -> Callable[[dict[str, Any]], str]:
+    def made(row: dict[str, Any]) -> str:
+        mean, half = row.get(name), row.get(f"{name}_half")
+        return "" if mean is None else f"{mean:{form}}" + ("" if half is None else f" ± {half:{form.lstrip('+')}}")
+
+    return made
+
+
 # Columns that are made of several fields.
 MADE: dict[str, Callable[[dict[str, Any]], str]] = {
+    "accepted": _interval(".1%", "accepted"),
+    "after": _interval(".1%", "accepted_after_others"),
     "bounds": _bounds,
+    "change": _interval("+.5f", "loss_change"),
     "devices": _devices,
     "floor": _floor,
     "kinds": _kinds,
+    "kl": _interval(".2e", "kl"),
+    "loss": _interval(".4f", "loss"),
     "host": lambda row: ", ".join(f"{name} {number(us)}" for name, us in (row.get("host_us") or {}).items()),
     "limits": lambda row: _joined(row, " / ", "required_over_floor", "goal_over_floor", "required_ms", "goal_ms"),
     "load": lambda row: _joined(row, " to ", "load_from", "load_to"),
     "read": lambda row: _share(row, "read_share"),
+    "same entries": _interval(".2%", "same_entries"),
+    "same token": _interval(".2%", "same_token"),
     "verdict": lambda row: VERDICTS.get(row.get("verdict") or "", ""),
     "write": lambda row: _share(row, "write_share"),
 }
@@ -282,6 +297,11 @@ COLUMNS: dict[str, str] = {
     "generate": "model = model | layers = layers | prompts = prompts | tokens of prompts = prompt_tokens | "
     "steps a call = decode_steps | prefill, tokens/s = prefill_tokens_per_s | decode, tokens/s = decode_tokens_per_s | "
     "ms a step = step_ms | the step alone, ms = bench_step_ms | host, us = @host",
+    "quality": "weights = weights | rows = kv_format | index keys = index_format | key split = key_split | "
+    "kernels = implementation | tokens = tokens | context = context:tokens | loss = @loss | change = @change | "
+    "KL = @kl | same token = @same token | same entries = @same entries",
+    "acceptance": "weights = weights | temperature = temperature | draft = draft | places = places | "
+    "accepted = @accepted | after others = @after | tokens a step = tokens_a_step",
     "swap": "blocks = blocks | ids = ids | direction = direction | kernel, us = kernel_us | "
     "kernel = kernel_of_copy:percent | a call, us = us | calls in a row = of_copy:percent | "
     "required = required_of_copy:percent | plain XLA = xla:percent | "

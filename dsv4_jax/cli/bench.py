@@ -23,6 +23,7 @@ from rich.table import Table
 from ..bench.shapes import CASES, OPS, QUICK, select
 from ..errors import OptionError
 from ..layout import KeySplit
+from .bench_quality import OPTIONS, acceptance_table, add_options, draw, measured, quality_table
 from .bench_steps import fits, model_options, step_options
 from .models import BUILT_IN
 from .options import PROGRAM, add_command, add_json, naming, option, refuse_same, start_jax
@@ -44,6 +45,7 @@ _EXAMPLES = """
   dsv4-jax bench model --model pro --layers 4 --context 32K    four layers of Pro and its head
   dsv4-jax bench model --devices 2 --batch 1,64 --context 8K   over two devices: heads and experts, or experts alone
   dsv4-jax bench model --devices 2 --batch 1 --drafts 3        with tokens drafted and verified in every step
+  dsv4-jax bench quality --checkpoint DIR --text held_out.npy --drafts 3 --json quality.json --plot quality.png
 """
 # Options of steps alone: what they are if they are not given, which must be told from given.
 _STEP_DEFAULTS = MappingProxyType(
@@ -69,7 +71,9 @@ _WIDE = 140  # a wide table in a pipe or a log is better than one cell per line
 def add_parser(commands: argparse._SubParsersAction) -> None:
     fails = "a result is wrong, or a step cannot run"
     parser = add_command(commands, "bench", "time the ops or a decode step", __doc__, _EXAMPLES, fails=fails)
-    parser.add_argument("what", nargs="*", metavar="OP", help=f"{', '.join(OPS)}, all (default), step or model")
+    parser.add_argument(
+        "what", nargs="*", metavar="OP", help=f"{', '.join(OPS)}, all (default), step, model or quality"
+    )
     option(parser, "--shapes", str, "TEXT", "only shapes whose op/name holds this")
     option(parser, "--batch", partial(_several, positive), "N,...", "these batches instead of each shape's")
     option(parser, "--context", partial(_several, token_count), "N,...", "of 8K, 128K, 1M; any for a step or model")
@@ -95,13 +99,14 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     option(step, "--devices", positive, "N", "model: over so many devices (default: 1)")
     tensor = "of them, have the same requests and share the heads (default: all up to 8 requests, else 1)"
     option(step, "--tensor", positive, "N", tensor)
-    drafts = "model: that the MTP layer makes for each request, verified in the same step (default: none)"
+    drafts = "that the MTP layer makes for each request, verified in the same step (default: none); quality: accepted"
     option(step, "--drafts", natural, "N", drafts, choices=range(4))
     option(step, "--steps", positive, "N", "calls per synchronisation (default: 20)")
     option(step, "--loop", positive, "K", "steps in one executable (default: 1)")
     xla = "compiler option of the step, such as xla_gpu_enable_triton_gemm=false"
     option(step, "--xla", _xla_option, "OPTION=VALUE", xla, action="append")
     option(step, "--profile", output_folder, "DIR", "keep the profiler trace of a step")
+    add_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -110,6 +115,9 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, gone) is not None:
             raise OptionError(f"--{gone}: pages of results are made by `python benchmarks/render.py` in a checkout")
     asked = args.what or ["all"]
+    if "quality" in asked:
+        return _quality(args, asked)
+    _refuse_given(args, OPTIONS, "is for quality")
     whole = {"step", "model"}.intersection(asked)
     ops = list(OPS) if "all" in asked else [name for name in dict.fromkeys(asked) if name not in whole]
     if not ops:
@@ -178,6 +186,48 @@ def run(args: argparse.Namespace) -> int:
     present(record, args.json, lambda console: _print(console, record))
     # An op's implementation that cannot run here is a row; a wrong result or no step is a failure.
     return int(any(r.correct is False for r in found) or any("problem" in report for report in reports))
+
+
+def _quality(args: argparse.Namespace, asked: list[str]) -> int:
+    if asked != ["quality"]:
+        raise OptionError("OP: quality is measured by itself")
+    _refuse_given(args, ("shapes", "model", "layers", "profile", "devices", "tensor", "xla"), "is not for quality")
+    args.chunk = args.chunk or 1
+    refuse_same({"--json": args.json, "--plot": args.plot, "--text": args.text})
+    import jax
+
+    from ..bench.records import new_record
+
+    start_jax()
+    quick, rows, record = args.quick or jax.default_backend() == "cpu", [], {}
+    device = jax.devices()[0].device_kind
+    found = measured(args, quick)
+    if quick and not args.quick:
+        say("no GPU: short windows of little text, as with --quick")
+    for table, row in found:
+        rows.append({"table": table} | row)
+        record = new_record(
+            rows,
+            device=device,
+            command=shlex.join([PROGRAM, *map(str, args.argv)]),
+            quick=quick,
+            ceilings={},
+            software={"jax": jax.__version__, "backend": jax.default_backend()},
+        )
+        if args.json and args.json != "-":
+            write_json(record, args.json)
+    by_table = {name: [row for row in rows if row["table"] == name] for name in ("quality", "acceptance")}
+    if args.plot:
+        draw(by_table["quality"], args.plot, device=device)
+
+    def tables(console: Console) -> None:
+        wide = console if console.is_terminal else Output(width=max(console.width, _WIDE))
+        for name, table in (("quality", quality_table), ("acceptance", acceptance_table)):
+            if by_table[name]:
+                wide.print(table(by_table[name]))
+
+    present(record, args.json, tables)
+    return 0
 
 
 def _whole_steps(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import dataclasses
 import json
+import pathlib
 import re
 
 import jax
@@ -24,6 +25,7 @@ from dsv4_jax.model.weights.split import ALONE
 
 from .test_cli import refused
 
+SMALL = pathlib.Path(__file__).parents[2] / "checkpoints" / "small"
 RATIOS = ("floor_us", "of_floor", "of_copy", "of_matmul")
 
 
@@ -209,6 +211,60 @@ def test_a_step_that_cannot_run_says_why(capsys):
     assert main(["bench", "step", *options.split()]) == 1
     (step,) = json.loads(capsys.readouterr().out)["rows"]
     assert step["implementation"] == "triton" and "no Triton kernel" in step["problem"]
+
+
+def test_quality(capsys, tmp_path, monkeypatch):
+    """Measured in tests/bench/test_quality.py; here what is asked for, printed, written and drawn."""
+
+    def rows(cfg, load, weights, chosen, feeding, *, implementation, compilers, on_start):
+        assert (weights, feeding.windows.shape, feeding.requests, feeding.chunk) == (["float32"], (3, 129), 3, 256)
+        assert [str(each) for each in chosen] == ["f32/f32, throughput", "fp8/fp4, latency"]
+        for each in chosen:
+            row = each._asdict() | dict(weights="float32", tokens=384, windows=3, context=128, loss=1.3, kl=None)
+            if each.kv_format == "fp8":
+                beside = dict(against="float32 rows", kl=2e-4, kl_half=1e-4, same_token=0.99, same_entries=0.97)
+                row |= beside | dict(same_entries_half=0.01, loss_change=-1e-3, loss_change_half=None)
+            yield {"against": None} | row
+
+    def drafts(cfg, params, feeding, width, temperature, *, implementation):
+        assert params == "with MTP" and width == 1
+        yield dict(temperature=temperature, draft=1, accepted=0.8, accepted_half=0.1, tokens_a_step=1.8, places=12)
+
+    monkeypatch.setattr("dsv4_jax.bench.quality.measure_quality", rows)
+    monkeypatch.setattr("dsv4_jax.bench.acceptance.measure_acceptance", drafts)
+    monkeypatch.setattr("dsv4_jax.cli.bench_quality.load", lambda path, form, mtp: (None, mtp and "with MTP"))
+    text, file, drawn = tmp_path / "text.npy", tmp_path / "quality.json", tmp_path / "quality.svg"
+    np.save(text, np.arange(500, dtype=np.uint16))
+    options = "--weights float32 --kv-format fp8 --index-format fp4 --key-split latency --context 128 --drafts 1"
+    argv = ["bench", "quality", "--checkpoint", str(SMALL), "--text", str(text), *options.split()]
+    assert main([*argv, "--json", str(file), "--plot", str(drawn)]) == 0
+    table = capsys.readouterr().out
+    assert "-0.0010" in table and "2.0e-04 ±1.0e-04" in table and "97.0% ±1.0%" in table and "1.80" in table
+    report = json.loads(file.read_text())
+    assert [row["table"] for row in report["rows"]] == ["quality", "quality", "acceptance", "acceptance"]
+    assert records.check(report | {"quick": False, "commit": "0123abc"})
+    assert "KL, nats a token; float32 weights" in drawn.read_text()
+    (tmp_path / "records").mkdir()
+    (tmp_path / "records" / "r.json").write_text(json.dumps(report | {"commit": "0123abc", "quick": False}))
+    page = pages(tmp_path)["RESULTS.md"]
+    assert "| 2.00e-04 ± 1.00e-04 |" in page and "| 80.0% ± 10.0% |" in page
+
+
+def test_quality_refuses(capsys, tmp_path):
+    text = tmp_path / "text.npy"
+    np.save(text, np.arange(5000))
+    given = ["bench", "quality", "--checkpoint", SMALL, "--text", text]
+    refused(capsys, ["bench", "quality"], "quality: needs a trained --checkpoint")
+    refused(capsys, ["bench", "quality", "step"], "quality is measured by itself")
+    refused(capsys, ["bench", "step", "--text", text], "--text: is for quality")
+    refused(capsys, [*given, "--layers", "3"], "--layers: is not for quality")
+    refused(capsys, [*given, "--weights", "float32,int8"], "--weights", "'int8' is none of float32, bfloat16")
+    refused(capsys, [*given, "--context", "128,256"], "--context: quality is measured at one")
+    refused(capsys, [*given, "--context", "128K"], "--context: 131072, of 32 to 65536")
+    refused(capsys, [*given, "--context", "128"], "--text: a token outside the vocabulary 0..4095")
+    np.save(text, np.arange(100))
+    refused(capsys, [*given, "--context", "128"], "--text: a text of 100 tokens has no window of 129")
+    refused(capsys, ["bench", "quality", "--checkpoint", tmp_path], "--checkpoint", "config.json")
 
 
 def test_refusals(capsys, tmp_path, monkeypatch):
