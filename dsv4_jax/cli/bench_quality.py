@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
@@ -116,6 +117,8 @@ def _text(args: argparse.Namespace, cfg: DSV4Config) -> np.ndarray:
     if path is not None and path.suffix == ".npy":
         tokens = read_tokens(path)
     else:
+        if importlib.util.find_spec("tokenizers") is None:
+            raise OptionError("a text needs the extra text (pip install 'dsv4_jax[text]'); token ids (.npy) do not")
         from .tokenizer import Tokenizer
 
         tokenizer = Tokenizer(args.checkpoint)

@@ -250,7 +250,7 @@ def test_quality(capsys, tmp_path, monkeypatch):
     assert "| 2.00e-04 ± 1.00e-04 |" in page and "| 80.0% ± 10.0% |" in page
 
 
-def test_quality_refuses(capsys, tmp_path):
+def test_quality_refuses(capsys, tmp_path, monkeypatch):
     text = tmp_path / "text.npy"
     np.save(text, np.arange(5000))
     given = ["bench", "quality", "--checkpoint", SMALL, "--text", text]
@@ -265,6 +265,8 @@ def test_quality_refuses(capsys, tmp_path):
     np.save(text, np.arange(100))
     refused(capsys, [*given, "--context", "128"], "--text: a text of 100 tokens has no window of 129")
     refused(capsys, ["bench", "quality", "--checkpoint", tmp_path], "--checkpoint", "config.json")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    refused(capsys, ["bench", "quality", "--checkpoint", SMALL], "--text: a text needs the extra text", ".npy")
 
 
 def test_refusals(capsys, tmp_path, monkeypatch):
