@@ -53,6 +53,7 @@ def test_what_is_measured_is_the_models(params) -> None:
     assert other["against"] == "float32 rows" and abs(other["loss_change"] - other["loss"] + first["loss"]) < 1e-6
 
 
+@pytest.mark.slow
 def test_the_same_twice_differs_in_nothing(params) -> None:
     """The reference of other weights is compared with that of float32: here they are the same."""
     rows = quality.measure_quality(CFG, lambda form: params, ["float32", "bfloat16"], [REFERENCE], FEEDING)
