@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from .config import DSV4Config as DSV4Config
     from .config import LayerSpec as LayerSpec
     from .config import build_schedule as build_schedule
+    from .engine import Engine as Engine
+    from .engine import Prompt as Prompt
     from .layout import CacheLayout as CacheLayout
     from .layout import CacheSize as CacheSize
     from .manager import BlockAllocator as BlockAllocator
@@ -58,6 +60,8 @@ _HOME = {
     "DSV4Config": "config",
     "LayerSpec": "config",
     "build_schedule": "config",
+    "Engine": "engine",
+    "Prompt": "engine",
     "CacheLayout": "layout",
     "CacheSize": "layout",
     "build_schema": "schema",
@@ -93,7 +97,7 @@ _FORMER = {  # names that were here, for one release: where they are now
     "restore": "tiers.swap.restore",
     "snapshot": "tiers.swap.snapshot",
 }
-_SUBMODULES = ("errors", "manager", "model", "ops", "pools", "records", "stores", "testing", "text", "tiers")
+_SUBMODULES = ("engine", "errors", "manager", "model", "ops", "pools", "records", "stores", "testing", "text", "tiers")
 
 __all__ = ["__version__", *_HOME, *_SUBMODULES]
 
