@@ -22,7 +22,7 @@ from ..config import DSV4Config
 from ..layout import CacheLayout
 from ..manager import KVCacheManager, Request, StepShape
 from ..model.draft_steps import draft_step
-from ..model.sampling import Sampling, keys_of, seed_key
+from ..model.sampling import Sampling, SamplingRows
 from ..model.weights.params import Params
 from ..ops.registry import Choice
 from ..plan import PackedPlan
@@ -41,14 +41,14 @@ def measure_acceptance(
     kv_format: str = "fp8",
     index_format: str = "fp4",
     implementation: Choice = None,
-    seed: int = 0,
 ) -> Iterator[dict[str, Any]]:
     """Yields a row of the table "acceptance" for every place of a draft.
 
     Args:
         params: with the MTP layer.
         drafts: of each step.
-        temperature: of drafts and of what verifies them; 0: greedy.
+        temperature: of drafts and of what verifies them, drawn with the same noise; 0: greedy. A window's number is its
+            seed.
 
     Raises:
         CacheError: a layout, or drafts, that the model cannot have.
@@ -61,9 +61,8 @@ def measure_acceptance(
     # Those of drafts that are refused are set again in the next step.
     more = feeding.requests * (1 + drafts // layout.block_tokens)
     verify = dataclasses.replace(verify, table_entries=verify.table_entries + more)
-    how = dict(width=drafts, sampling=Sampling(temperature), implementation=implementation)
-    step = jax.jit(partial(_step, **how), donate_argnums=1)
-    key, prompt = seed_key(seed), feeding.context - feeding.decoded
+    step = jax.jit(partial(_step, width=drafts, implementation=implementation), donate_argnums=1)
+    prompt = feeding.context - feeding.decoded
     kept = np.zeros((feeding.decoded, len(feeding.windows)), np.int64)
     begun = time.perf_counter()
 
@@ -76,9 +75,9 @@ def measure_acceptance(
             wanted[i] = width
             at += count + width
         plan = manager.plan_step([(request, count + width) for request, count in scheduled], shape=shape)
-        streams = np.zeros(shape.sequences, np.int32)
-        streams[: len(scheduled)] = [of[request.id] for request, _ in scheduled]
-        return step(params, cache, plan.pack(), tokens, wanted, key, streams)
+        how = [Sampling(temperature, seed=of[request.id]) for request, _ in scheduled]
+        rows = SamplingRows.of([*how, *[None] * (shape.sequences - len(how))])
+        return step(params, cache, plan.pack(), tokens, wanted, rows)
 
     for group in feeding.groups():
         requests = [manager.admit_request(feeding.windows[i, :prompt].tolist()) for i in group]
@@ -126,14 +125,13 @@ def _step(
     plan: PackedPlan,
     tokens: jax.Array,
     drafts: jax.Array,
-    key: jax.Array,
-    streams: jax.Array,
+    sampling: jax.Array,
     *,
     width: int,
-    sampling: Sampling,
     implementation: Choice,
 ) -> tuple[jax.Array, KVCache]:
     """`draft_step`: how many tokens each sequence keeps, [B], and the cache."""
-    how: dict[str, Any] = dict(sampling=sampling, keys=keys_of(key, streams), implementation=implementation)
-    _, kept, cache = draft_step(params, cache, plan, tokens, drafts, width, **how)
+    _, kept, cache = draft_step(
+        params, cache, plan, tokens, drafts, width, sampling=sampling, implementation=implementation
+    )
     return kept, cache

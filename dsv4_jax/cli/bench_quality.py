@@ -119,7 +119,7 @@ def _text(args: argparse.Namespace, cfg: DSV4Config) -> np.ndarray:
     else:
         if importlib.util.find_spec("tokenizers") is None:
             raise OptionError("a text needs the extra text (pip install 'dsv4_jax[text]'); token ids (.npy) do not")
-        from .tokenizer import Tokenizer
+        from ..text.tokenizer import Tokenizer
 
         tokenizer = Tokenizer(args.checkpoint)
         if path is None:
