@@ -64,8 +64,9 @@ VARIANTS = {
 LOAD_VARIANTS = {
     "as before, no states at regular intervals": "--snapshots-at prompt,output,junctions,doubling:4",
     "the default": "",
-    "the default, half of a tier for a tenant at most": "--namespace-share 0.5",
     "the default, half for states": "--snapshot-fraction 0.5",
+    "states in blocks": "--states blocks",
+    "states in blocks, half of a tier for a tenant at most": "--states blocks --namespace-share 0.5",
 }
 
 

@@ -144,6 +144,7 @@ def plan_capacity(
     snapshot_fraction: float | None = None,
     weight_bytes: int = 0,
     pool_ranks: int = 1,
+    states: Literal["slots", "blocks"] = "slots",
 ) -> CacheSize:
     """Returns how large a cache can be allocated. Arguments and errors are those of `capacity`."""
     return capacity(
@@ -155,6 +156,7 @@ def plan_capacity(
         snapshot_fraction=snapshot_fraction,
         weight_bytes=weight_bytes,
         pool_ranks=pool_ranks,
+        states=states,
     ).size
 
 
@@ -185,6 +187,7 @@ def capacity(
     snapshot_fraction: float | None = None,
     weight_bytes: int = 0,
     pool_ranks: int = 1,
+    states: Literal["slots", "blocks"] = "slots",
 ) -> Capacity:
     """Finds the one of memory, requests and context that is not given.
 
@@ -206,6 +209,7 @@ def capacity(
             [0, 1); default, if neither is given: `SNAPSHOT_FRACTION`. Of a share above 0 there is at least one.
         weight_bytes: what the weights take of `hbm_bytes`: `model.device_bytes`, of each device of a split.
         pool_ranks: devices that share each request's blocks (`CacheSize.pool_ranks`), each with `hbm_bytes`.
+        states: where snapshots lie, as `CachePolicy.states` has it: for those in "blocks" nothing is set aside.
 
     Raises:
         CapacityError: fewer than two are given, a value is impossible, the context is beyond the
@@ -220,9 +224,14 @@ def capacity(
         if left <= 0:
             raise CapacityError(f"hbm_bytes: {hbm_bytes} bytes are too few: weights take {weights}")
     try:
-        states = _snapshots(layout, num_snapshots, snapshot_fraction)
+        if states not in ("slots", "blocks"):
+            raise CapacityError(f'states must be "slots" or "blocks", got {shown(states)}')
+        in_blocks = states == "blocks"
+        if in_blocks and not num_snapshots and not snapshot_fraction:
+            num_snapshots, snapshot_fraction = 0, None
+        snapshots = _snapshots(layout, num_snapshots, snapshot_fraction)
         ranks = check_integer("pool_ranks", pool_ranks, 1, error=CapacityError)
-        answer = _answer(layout, left, max_requests, max_context, states, ranks)
+        answer = _answer(layout, left, max_requests, max_context, snapshots, ranks, in_blocks)
         layout.check_size(answer.size)
     except LayoutError as error:
         raise CapacityError(f"too large a cache: {error}") from error
@@ -237,8 +246,9 @@ def _answer(
     max_context: int | None,
     snapshots: Callable[[int], int],
     ranks: int,
+    in_blocks: bool,
 ) -> Capacity:
-    """`snapshots`: how many for so many blocks of a rank."""
+    """`snapshots`: how many for so many blocks of a rank; `in_blocks`: whether they lie in blocks."""
     given = {"hbm_bytes": hbm_bytes, "max_requests": max_requests, "max_context": max_context}
     known = {
         name: check_integer(name, value, 1, error=CapacityError) for name, value in given.items() if value is not None
@@ -296,7 +306,7 @@ def _answer(
     if memory is None:
         return Capacity(layout, size, memory, requests, context, "none")
     if layout.total_bytes(size) <= memory:
-        if size.num_snapshots and layout.bytes_per_block:
+        if (size.num_snapshots or in_blocks) and layout.bytes_per_block:
             blocks = largest_fitting(
                 lambda count: fits(count, requests, columns) and numbered(count, requests, columns),
                 memory // layout.bytes_per_block,

@@ -28,6 +28,8 @@ __all__ = [
     "CacheFacts",
     "OwnSwapPlan",
     "PackedPlan",
+    "SpillPlan",
+    "StateBlocksPlan",
     "StateSwapPlan",
     "StepPlan",
     "SwapPlan",
@@ -292,6 +294,34 @@ class StateSwapPlan(NamedTuple):
     device_ids: IntArray
     host_ids: IntArray
     num_tokens: IntArray
+
+
+class StateBlocksPlan(NamedTuple):
+    """Which states travel between slots and blocks of the device, in either direction.
+
+    A pair whose slot or first block is <= 0 or beyond its pool is padding.
+
+    Attributes:
+        slots: [N] int32 slots of the cache.
+        blocks: [N, K] int32: the blocks of each state, in order: `dsv4_jax.records.state_blocks` of them.
+        num_tokens: [N] int32: how many tokens the request of each state has, at that state: whole blocks of them.
+    """
+
+    slots: IntArray
+    blocks: IntArray
+    num_tokens: IntArray
+
+
+class SpillPlan(NamedTuple):
+    """Which states in blocks of the device go to pages of the host.
+
+    Attributes:
+        blocks: [N, K] int32: the blocks of each state, in order.
+        host_ids: [N, L] int32: its pages, in order.
+    """
+
+    blocks: IntArray
+    host_ids: IntArray
 
 
 @functools.cache

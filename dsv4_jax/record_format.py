@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from .layout import LeafSpec
 
-__all__ = ["Piece", "Positions", "RecordFormat"]
+__all__ = ["DensePiece", "Piece", "Positions", "RecordFormat"]
 
 WORD = 16  # every piece starts at a multiple: the width of one access of the kernels
 ALIGNMENT = 128  # every record does: what one PCIe write carries
@@ -58,6 +58,16 @@ class Piece(NamedTuple):
     @property
     def stride(self) -> int:
         return -(-self.bytes // WORD) * WORD
+
+
+class DensePiece(Piece):
+    """A piece whose layers follow each other without a gap."""
+
+    __slots__ = ()
+
+    @property
+    def stride(self) -> int:
+        return self.bytes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,14 +32,16 @@ from typing import Any
 
 from .former_names import former_name
 from .layout import CacheLayout, LeafSpec
-from .record_format import ALIGNMENT, Piece, Positions, RecordFormat, RecordScope
+from .record_format import ALIGNMENT, DensePiece, Piece, Positions, RecordFormat, RecordScope
 from .schema import LayerCacheSchema
 
 __all__ = [
+    "block_bytes",
     "block_record",
     "page_bytes",
     "record_format",
     "snapshot_record",
+    "state_blocks",
     "state_pages",
     "state_record",
 ]
@@ -81,6 +83,22 @@ def state_pages(layout: CacheLayout, tokens: int) -> int:
     """Host pages that the state of a request of so many tokens takes: at a block boundary those of a snapshot."""
     record = state_record(layout) if tokens % layout.block_tokens else snapshot_record(layout)
     return -(-record.bytes // page_bytes(layout))
+
+
+@functools.lru_cache(maxsize=64)
+def block_bytes(layout: CacheLayout) -> RecordFormat:
+    """Returns all bytes of a block on the device, without gaps: where a state lies there that no slot holds."""
+    pieces, end = list[Piece](), 0
+    for piece in block_record(layout).pieces:
+        pieces.append(DensePiece(*piece._replace(offset=end)))
+        end += piece.layers * piece.bytes
+    return RecordFormat("block", tuple(pieces), end)
+
+
+def state_blocks(layout: CacheLayout) -> int:
+    """Blocks of the device that the state at a block boundary takes; 0 if the layout has no blocks (SWA only)."""
+    room = block_bytes(layout).bytes
+    return -(-snapshot_record(layout).bytes // room) if room else 0
 
 
 def _laid_out(pieces: Iterable[Piece], end: int = 0) -> tuple[tuple[Piece, ...], int]:

@@ -193,6 +193,16 @@ def test_a_host_tier_is_as_many_pages_as_fit(layout, memory):
     assert (1 + pages) * page <= memory < (2 + pages) * page
 
 
+def test_nothing_is_set_aside_for_states_in_blocks():
+    layout = CacheLayout(CONFIGS["flash"])
+    facts = dict(hbm_bytes=4 << 30, max_requests=8, max_context=32768)
+    apart, together = capacity(layout, **facts), capacity(layout, **facts, states="blocks")
+    assert together.size.num_snapshots == 0 < apart.size.num_snapshots
+    assert together.size.num_blocks > apart.size.num_blocks and together.leftover_bytes < layout.bytes_per_block
+    with pytest.raises(CapacityError, match="states"):
+        capacity(layout, **facts, states="pages")
+
+
 def test_a_host_tier_is_allocated_as_planned():
     layout = CacheLayout(CONFIGS["tiny"])
     host = init_host_cache(layout, HostSize(plan_host_capacity(layout, 10**6)).num_pages)

@@ -176,7 +176,7 @@ def picture(answer: Capacity, model: str, **snapshots: Any) -> Any:
 def _fits(answer: Capacity, memory: int, **snapshots: Any) -> tuple[list[int], list[int]]:
     """Contexts, each twice the one before, and how many requests of each fit."""
     layout, contexts, fits = answer.layout, [], []
-    same = {"weight_bytes": answer.weight_bytes, "pool_ranks": answer.size.pool_ranks, **snapshots}
+    same: dict[str, Any] = {"weight_bytes": answer.weight_bytes, "pool_ranks": answer.size.pool_ranks, **snapshots}
     context = layout.block_tokens
     while context <= layout.cfg.max_position_embeddings:
         try:

@@ -6,13 +6,13 @@ import argparse
 import dataclasses
 import shlex
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 from ..capacity import SNAPSHOT_FRACTION, largest_fitting, plan_host_capacity, snapshots_beside
 from ..errors import CapacityError, TraceError
 from ..layout import CacheLayout, CacheSize
 from ..manager import CachePolicy, HostSize, NamespaceShares, SnapshotPlacement, WritePolicy
-from ..manager.policies import EVICTION_POLICIES
+from ..manager.policies import EVICTION_POLICIES, StatePlace
 from ..simulate import Server, StepTime, TraceRequest
 from .options import naming, option
 from .values import byte_count, fraction, natural, positive, short, token_count
@@ -33,6 +33,7 @@ DEFAULTS: dict[str, Any] = {
     "snapshots_at": SnapshotPlacement(),
     "order": "worth",
     "namespace_share": None,
+    "states": "slots",
     "token_budget": 8192,
     "step_time": StepTime(),
     "every_step": False,
@@ -106,6 +107,8 @@ def add_server(parser: argparse.ArgumentParser) -> None:
     option(policy, "--policy", _write_policy, "NAME", names)
     policy.add_argument("--order", choices=sorted(EVICTION_POLICIES), help="of eviction (default: worth)")
     option(policy, "--snapshots-at", placement, "LIST", _PLACEMENT_HELP)
+    where = "whether states on the device lie in slots of their own or in blocks (default: slots)"
+    policy.add_argument("--states", choices=get_args(StatePlace), help=where)
     most = "the most of a tier that one tenant may take from the others (default: all)"
     option(policy, "--namespace-share", fraction, "F", most)
     step = parser.add_argument_group("server")
@@ -153,8 +156,8 @@ def _server(args: argparse.Namespace, layout: CacheLayout, trace: Sequence[Trace
     longest = max(request.prompt_tokens + request.output_tokens for request in trace)
     context = min(args.context or longest, layout.cfg.max_position_embeddings)
     share = SNAPSHOT_FRACTION if args.snapshot_fraction is None else args.snapshot_fraction
-    if args.policy is None:
-        share = 0.0  # no hit could end at them
+    if args.policy is None or args.states == "blocks":
+        share = 0.0  # no hit could end at them, or they need no slots
 
     def size(blocks: int) -> CacheSize:
         states = args.snapshots
@@ -182,6 +185,7 @@ def _server(args: argparse.Namespace, layout: CacheLayout, trace: Sequence[Trace
             snapshots=args.snapshots_at,
             eviction=EVICTION_POLICIES[args.order],
             shares=NamespaceShares(args.namespace_share) if args.namespace_share else None,
+            states=args.states,
         )
     server = Server(layout, size(blocks), policy, host, args.token_budget, args.step_time, args.every_step)
     layout.check_size(server.size)

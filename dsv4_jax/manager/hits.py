@@ -20,7 +20,7 @@ class Hit(NamedTuple):
     Attributes:
         nodes: in path order, referenced.
         state: the node whose snapshot the request starts from: pinned, in a device slot; None if there
-            is nothing to restore, or the transfers restore it from the host, or the slot holds it.
+            is nothing to restore, or the transfers restore it from the host or from blocks, or the slot holds it.
         slot: the request's.
         junction: leading blocks that are cached, if more than these; else 0.
     """
@@ -57,16 +57,19 @@ def take_hit(cache: TieredCache, match: PrefixMatch | None, *, others: int, pinn
         return Hit([], None, cache.acquire_slot(), junction)
     node, snapshot = nodes[-1], nodes[-1].snapshot
     assert snapshot is not None
-    if snapshot.device and not snapshot.pins and available - 1 < 1 + others:
+    in_slot = snapshot.device > 0 and not cache.snapshot_blocks
+    if in_slot and not snapshot.pins and available - 1 < 1 + others:
         # Two slots for one request would leave too few: it moves into the snapshot's own.
         (slot,) = cache.tree.snapshots.drop(node, T.DEVICE)
         return Hit(nodes, None, slot, junction)
     cache.tree.snapshots.pin(node)
     slot = cache.acquire_slot()
-    if snapshot.device:
+    if in_slot:
         return Hit(nodes, node, slot, junction)
     cache.tree.snapshots.unpin(node)
-    cache.transfers.into(SLOT, snapshot.host, slot, len(nodes) * cache.tree.block_tokens)
+    tokens = len(nodes) * cache.tree.block_tokens
+    if not cache.get_state(snapshot.device, slot, tokens):
+        cache.transfers.into(SLOT, snapshot.host, slot, tokens)
     return Hit(nodes, None, slot, junction)
 
 

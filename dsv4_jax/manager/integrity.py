@@ -32,6 +32,7 @@ def check_manager(layout: CacheLayout, size: CacheSize, book: RequestBook, cache
         [
             *(block for r in live for block in r.blocks[r.num_shared :]),
             *(n.block for n in nodes),
+            *(block for blocks in cache.state_blocks.values() for block in blocks),
             *late_blocks,
         ],
     )
@@ -40,10 +41,13 @@ def check_manager(layout: CacheLayout, size: CacheSize, book: RequestBook, cache
         cache.slots,
         [
             *(r.slot for r in live),
-            *(n.snapshot.device for n in nodes if n.snapshot),
+            *(n.snapshot.device for n in nodes if n.snapshot and not cache.snapshot_blocks),
             *late_slots,
         ],
     )
+    if cache.snapshot_blocks:
+        units = {n.snapshot.device for n in nodes if n.snapshot and n.snapshot.device}
+        _require(units == set(cache.state_blocks), "states in blocks that no node has, or none")
     for node in nodes:
         for pool, unit in ((cache.blocks, node.block), (cache.pages, node.host)):
             _require(not unit or pool.rank_of(unit) == node.depth % pool.ranks, f"{node} is not where its place is")

@@ -85,9 +85,9 @@ class LastStep:
         for node in self.attached:
             if tree.is_current(node) and node.snapshot is not None:
                 snapshot = node.snapshot
-                for tier, pool in ((T.DEVICE, cache.slots), (T.HOST, cache.pages)):
+                for tier, release in ((T.DEVICE, cache.release_states), (T.HOST, cache.pages.release)):
                     if snapshot.copy(tier):
-                        pool.release(tree.snapshots.drop(node, tier))
+                        release(tree.snapshots.drop(node, tier))
                 if snapshot.stored:
                     tree.snapshots.drop(node, T.STORAGE)
 

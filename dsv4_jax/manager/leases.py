@@ -19,7 +19,7 @@ from .prefix.node import Node, T
 from .publishing import Publisher
 from .request import Request
 from .tiered_cache import TieredCache
-from .transfers import BLOCK, SLOT
+from .transfers import BLOCK
 
 __all__ = ["Lease", "Leases"]
 
@@ -204,7 +204,7 @@ class Leases:
                 cache.tree.snapshots.unpin(node)
             if not pages:
                 return
-            cache.transfers.out(SLOT, slot, pages, tokens)
+            cache.copy_out_state(slot, pages, tokens)
             if snapshot is not None:
                 cache.tree.snapshots.attach(node, T.HOST, pages)
             else:

@@ -283,8 +283,11 @@ class Lifecycle:
                 request.junction = len(path) * self._layout.block_tokens
             if hit:
                 nodes = tree.acquire(path[:hit])
-                tree.snapshots.pin(nodes[-1])
-                request.nodes, request.restores = nodes, nodes[-1]
+                request.nodes, snapshot = nodes, nodes[-1].snapshot
+                tokens = hit * self._layout.block_tokens
+                if snapshot is None or not self._cache.get_state(snapshot.device, request.slot, tokens):
+                    tree.snapshots.pin(nodes[-1])
+                    request.restores = nodes[-1]
                 self._stand_at(request, hit)
         shared = [node.block for node in request.nodes]
         request.blocks = shared + self._at_places(kept, len(shared))

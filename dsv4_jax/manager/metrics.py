@@ -134,6 +134,7 @@ def collect_stats(
     block_bytes: int = 0,
     page_bytes: int = 0,
     state_pages: int = 0,
+    state_blocks: int = 0,
     others: Mapping[str, PoolUse] | None = None,
     admission_failures: Mapping[str, int] | None = None,
     generation: int = 0,
@@ -143,13 +144,17 @@ def collect_stats(
     Args:
         page_bytes: of a page of the host.
         state_pages: pages that hold cached states, which nobody references.
+        state_blocks: device blocks that hold cached states.
         others: further pools' numbers, to be listed with these.
 
     Raises:
         IntegrityError: a pool's units are not all accounted for.
     """
     uses = {}
-    sides = ((Tier.DEVICE, device, private, 0, block_bytes), (Tier.HOST, host, private_host, state_pages, page_bytes))
+    sides = (
+        (Tier.DEVICE, device, private, state_blocks, block_bytes),
+        (Tier.HOST, host, private_host, state_pages, page_bytes),
+    )
     for tier, pool, own, states, size in sides:
         if pool is not None:
             held = tree.held(tier)

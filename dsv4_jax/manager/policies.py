@@ -8,7 +8,7 @@ import math
 import numbers
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -27,6 +27,9 @@ __all__ = [
     "SnapshotPlacement",
     "WritePolicy",
 ]
+
+
+StatePlace = Literal["slots", "blocks"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -233,6 +236,9 @@ class CachePolicy:
             frequently used.
         watermark: how much of the host is kept free.
         shares: how much of a tier one namespace may take from the others; None: all are evicted alike.
+        states: where snapshots lie on the device: in "slots", of which the cache's size has `num_snapshots` for them,
+            or in "blocks", several for each, where they compete with cached blocks for all memory: then who runs the
+            steps runs the transfers as well, also without a host tier (`run_transfers` takes None for it).
 
     Raises:
         ConfigError: one of them is something else.
@@ -243,6 +249,7 @@ class CachePolicy:
     eviction: EvictionPolicy
     watermark: HostWatermark
     shares: NamespaceShares | None
+    states: StatePlace
 
     def __init__(
         self,
@@ -251,6 +258,7 @@ class CachePolicy:
         eviction: EvictionPolicy = WORTH,
         watermark: HostWatermark = _WATERMARK,
         shares: NamespaceShares | None = None,
+        states: StatePlace = "slots",
         *,
         order: EvictionPolicy | None = None,  # the former name of `eviction`, for one release
     ):
@@ -269,6 +277,9 @@ class CachePolicy:
         if not isinstance(shares, NamespaceShares | None):
             raise ConfigError("cache policy: shares", f"must be NamespaceShares or None, got {shown(shares)}")
         object.__setattr__(self, "shares", shares)
+        if states not in get_args(StatePlace):
+            raise ConfigError("cache policy: states", f'must be "slots" or "blocks", got {shown(states)}')
+        object.__setattr__(self, "states", states)
 
     @property
     def order(self) -> EvictionPolicy:
@@ -290,6 +301,6 @@ class CachePolicy:
     def _problem(self, size: CacheSize) -> str:
         if self.snapshots == SnapshotPlacement.none():
             return "its placement keeps no states"
-        if size.num_slots + size.num_snapshots < 2:
+        if self.states == "slots" and size.num_slots + size.num_snapshots < 2:
             return "num_snapshots is 0, and the one slot is the live request's (plan_capacity gives snapshots a share)"
         return ""

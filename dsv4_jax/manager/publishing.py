@@ -25,7 +25,8 @@ class Save(NamedTuple):
     """A snapshot that the next plan takes of a request's slot.
 
     Attributes:
-        slot: where to: taken from the pool, or (`rolls`) that of the request's last rolling snapshot.
+        slot: where to, a slot or the unit of a state in blocks: taken from the pool, or (`rolls`) that of the request's
+            last rolling snapshot.
     """
 
     request: Request
@@ -227,7 +228,7 @@ class Publisher:
                 rolls = slot > 0
                 if rolls and request.rolling is not None:
                     self._tree.snapshots.pin(request.rolling)  # nobody else may have this slot
-                slot = slot if rolls else self._cache.try_slot()
+                slot = slot if rolls else self._cache.try_state()
                 if slot:
                     saves.append(Save(request, slot, placement, rolls))
                     if node is not None:
@@ -244,22 +245,32 @@ class Publisher:
             if rolls:
                 self._unroll(request)
             if node is None or node.has_near_state:
-                self._cache.slots.release([slot])
+                self._cache.release_states([slot])
                 continue
             self.attach(request, node, T.DEVICE, slot, step)
             if placement is SnapshotKind.ROLLING:
                 request.rolling = node
 
     def keep_slot(self, request: Request, *, always: bool) -> bool:
-        """Makes the slot of a request that stands at a block boundary a snapshot, if one is wanted (or `always`)."""
+        """Keeps the state of a request that stands at a block boundary, if it is wanted (or `always`). Whether its slot
+        has become the snapshot."""
         node = self._ends_at(request)
         if node is None or node.has_near_state or request.num_cached % self.block_tokens or not request.has_whole_state:
             return False
         if not always and self._wanted(request, node) is SnapshotKind.NONE:
             return False
-        self.attach(request, node, T.DEVICE, request.slot)
+        unit = request.slot
+        if self._cache.snapshot_blocks:
+            if request.rolling is not None and self._rolling_slot(request):
+                (unit,) = self._tree.snapshots.drop(request.rolling, T.DEVICE)
+            elif not (unit := self._cache.try_state()):
+                return False
+            self._cache.put_state(request.slot, unit, request.num_cached)
+        self.attach(request, node, T.DEVICE, unit)
+        if self._cache.snapshot_blocks:
+            return False  # the slot is free, once the copy has run
         if request.rolling is not None and self._rolling_slot(request):
-            self._cache.slots.release(self._tree.snapshots.drop(request.rolling, T.DEVICE))
+            self._cache.release_states(self._tree.snapshots.drop(request.rolling, T.DEVICE))
         return True
 
     def state_slot(self, request: Request, tokens: int) -> int:

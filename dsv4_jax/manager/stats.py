@@ -19,14 +19,14 @@ def collect(layout: CacheLayout, size: CacheSize, book: RequestBook, cache: Tier
     live, waiting = book.requests, book.preempted
     late_blocks, late_slots = cache.copies.late
     parked = [request.parked for request in waiting if request.parked is not None]
-    blocks = cache.blocks
+    blocks, in_slots = cache.blocks, 0 if cache.snapshot_blocks else cache.tree.snapshots.count(T.DEVICE)
     states = cache.tree.snapshots.count(T.HOST) * cache.snapshot_pages
     pools: dict[str, PoolUse] = {
         "slot": pool_use(
             cache.slots,
             private=len(live) + len(late_slots),
-            cached=cache.tree.snapshots.count(T.DEVICE),
-            evictable=cache.tree.snapshots.count(T.DEVICE),
+            cached=in_slots,
+            evictable=in_slots,
             unit_bytes=layout.bytes_per_slot,
         )
     }
@@ -54,6 +54,7 @@ def collect(layout: CacheLayout, size: CacheSize, book: RequestBook, cache: Tier
             block_bytes=layout.bytes_per_block,
             page_bytes=page_bytes(layout),
             state_pages=states,
+            state_blocks=cache.tree.snapshots.count(T.DEVICE) * cache.snapshot_blocks,
             admission_failures=cache.failures,
             generation=book.generation,
         ),

@@ -219,7 +219,11 @@ class Steps:
         if opened:  # where they stand is not known
             at_boundary = [request for request in at_boundary if request not in opened]
         saves = self._saves(at_boundary, copies, shape)
-        copies += [(save.request.slot, save.slot) for save in saves]
+        if cache.snapshot_blocks:
+            for save in saves:
+                cache.put_state(save.request.slot, save.slot, save.request.num_cached)
+        else:
+            copies += [(save.request.slot, save.slot) for save in saves]
         block_copies = [(source, target) for target, source in cache.copies.blocks.items()]
         if shape is None:
             fits = dataclasses.replace(fits, slot_copies=len(copies)).bucketed(self.size.max_blocks_per_request)
@@ -322,7 +326,8 @@ class Steps:
         """Snapshots of these requests, where there is room for them. Not of slots that are about to be filled."""
         filled = {destination for _, destination in copies}
         requests = [r for r in requests if r.slot not in filled]
-        room = len(requests) if shape is None else max(shape.slot_copies - len(copies), 0)
+        copied = shape is not None and not self._cache.snapshot_blocks  # by the plan itself, not by its transfers
+        room = max(shape.slot_copies - len(copies), 0) if shape is not None and copied else len(requests)
         return self._publisher.plan_saves(requests, room)
 
     def _batch_plan(

@@ -3,7 +3,8 @@
 Live requests hold blocks and slots of their own or share cached ones; everything else is free or cached.
 A cached unit is given away when nothing is free: to a lower tier if there is room, else its bytes are lost.
 Device slots that no request lives in hold snapshots (window and compressor state at a block boundary):
-the `num_snapshots` extra ones of the cache's size, and those that are idle.
+the `num_snapshots` extra ones of the cache's size, and those that are idle. Or (`CachePolicy.states` is "blocks")
+snapshots lie in blocks, several for each, and compete with cached blocks for the device's memory as on the host.
 
 Along a pool axis (`CacheSize.pool_ranks`) blocks and pages are of ranks: block i of a path, and its page on the host,
 of rank i mod n. So who takes units says for which places, and a block that is found again is where it is to be. A state
@@ -16,10 +17,11 @@ import collections
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
-from ..errors import NoFreeSlotError, OutOfBlocksError
+from ..checks import INT32_MAX
+from ..errors import ConfigError, NoFreeSlotError, OutOfBlocksError
 from ..events import EventLog
 from ..layout import CacheLayout, CacheSize
-from ..records import state_pages
+from ..records import state_blocks, state_pages
 from .allocator import BlockAllocator
 from .pending import PendingCopies
 from .policies import CachePolicy
@@ -29,6 +31,9 @@ from .prefix.prefix_tree import PrefixTree
 from .transfers import BLOCK, SLOT, TransferQueue
 
 __all__ = ["HostSize", "Landing", "PageReceiver", "TieredCache"]
+
+
+_FIRST_UNIT = INT32_MAX  # no slot is beyond it
 
 
 class HostSize(NamedTuple):
@@ -87,6 +92,10 @@ class TieredCache:
         pages = host.num_pages * self.ranks if host is not None else 0
         self.pages = BlockAllocator(pages, pool="host", ranks=self.ranks)
         self.snapshot_pages = state_pages(layout, 0)
+        self.snapshot_blocks = state_blocks(layout) if policy is not None and policy.states == "blocks" else 0
+        if self.snapshot_blocks and self.ranks > 1:
+            raise ConfigError("cache policy: states", "lie in slots along a pool axis: a state is on all of its ranks")
+        self.state_blocks: dict[int, list[int]] = {}  # of each state in blocks, by its unit: beyond all slots
         self.transfers = TransferQueue()
         self.copies = PendingCopies()
         self.fetching: dict[Pages, Node] = {}  # where states on their way from storage land, and whose they are
@@ -112,30 +121,40 @@ class TieredCache:
     @property
     def _device_capacity(self) -> int:
         """The device's blocks and slots, these in blocks of as many bytes as a state has on the host."""
-        return self.blocks.num_total + self.slots.num_total * self.snapshot_pages
+        return self.blocks.num_total + (0 if self.snapshot_blocks else self.slots.num_total * self.snapshot_pages)
 
     # Device units
 
     @property
     def num_available(self) -> int:
         """Device blocks available: free, or cached and unreferenced."""
-        return self.blocks.num_free + self.tree.evictable(T.DEVICE)
+        return self.blocks.num_free + sum(self._evictable_on())
+
+    def _evictable_on(self) -> list[int]:
+        """How many device blocks of each rank can be given away."""
+        if not self.snapshot_blocks:
+            return self.tree.evictable_on()
+        # Of pinned states none, wherever these lie: some may be counted several times.
+        states = max(self.tree.snapshots.count(T.DEVICE) - self.tree.nodes.pins, 0)
+        return [self.tree.evictable(T.DEVICE) + states * self.snapshot_blocks]
 
     def num_slots_available(self, pinned: int) -> int:
         """Device slots available when the snapshots of so many slots cannot be given away."""
+        if self.snapshot_blocks:
+            return self.slots.num_free
         return self.slots.num_free + self.tree.snapshots.count(T.DEVICE) - pinned
 
     @property
     def available_on(self) -> list[int]:
         """How many device blocks are available on each rank."""
-        return [free + idle for free, idle in zip(self.blocks.free_on, self.tree.evictable_on(), strict=True)]
+        return [free + idle for free, idle in zip(self.blocks.free_on, self._evictable_on(), strict=True)]
 
     def shortage(self, places: Sequence[int], freed: Sequence[int] = ()) -> OutOfBlocksError | None:
         """What `acquire_blocks(places)` would raise, if the blocks of the places `freed` were free besides.
 
         Changes nothing.
         """
-        return self.blocks.shortage(places, self.tree.evictable_on(), freed)
+        return self.blocks.shortage(places, self._evictable_on(), freed)
 
     def acquire_blocks(self, places: Sequence[int]) -> list[int]:
         """Takes device blocks for these places in requests, all or none. Raises `OutOfBlocksError`."""
@@ -153,7 +172,49 @@ class TieredCache:
 
     def try_slot(self) -> int:
         """A slot, a snapshot's if none is free; 0 if there is neither."""
-        return self.slots.acquire(1)[0] if self.slots.num_free or self._evict_snapshot() else 0
+        if self.slots.num_free or (not self.snapshot_blocks and self._evict_snapshot()):
+            return self.slots.acquire(1)[0]
+        return 0
+
+    # States on the device: a unit is a slot, or the first of its blocks, counted from behind the slots on
+
+    def try_state(self) -> int:
+        """A unit for a snapshot, if need be that of another; 0 if there is none."""
+        if not self.snapshot_blocks:
+            return self.try_slot()
+        places = range(self.snapshot_blocks)
+        if self.shortage(places):
+            return 0
+        blocks = self.acquire_blocks(places)
+        unit = _FIRST_UNIT + blocks[0]
+        self.state_blocks[unit] = blocks
+        return unit
+
+    def release_states(self, units: Iterable[int]) -> None:
+        """Gives back units of snapshots."""
+        for unit in units:
+            if unit > _FIRST_UNIT:
+                self.blocks.release(self.state_blocks.pop(unit))
+            else:
+                self.slots.release([unit])
+
+    def put_state(self, slot: int, unit: int, tokens: int) -> None:
+        """Queues the way of a slot's state, after so many tokens, to a unit of blocks."""
+        self.transfers.put(slot, self.state_blocks[unit], tokens)
+
+    def get_state(self, unit: int, slot: int, tokens: int) -> bool:
+        """Queues the way of the state in a unit of blocks to a slot. False: it is in a slot, and nothing is queued."""
+        if unit <= _FIRST_UNIT:
+            return False
+        self.transfers.get(self.state_blocks[unit], slot, tokens)
+        return True
+
+    def copy_out_state(self, unit: int, pages: Pages, tokens: int) -> None:
+        """Queues the way of a state on the device to pages of the host."""
+        if unit > _FIRST_UNIT:
+            self.transfers.spill(self.state_blocks[unit], pages)
+        else:
+            self.transfers.out(SLOT, unit, pages, tokens)
 
     def release_blocks(self, blocks: Iterable[int]) -> None:
         """Gives back blocks that the tree does not hold, once nothing is to be copied from them any more."""
@@ -171,7 +232,7 @@ class TieredCache:
     def give_back(self, freed: Freed) -> None:
         """Takes units that the tree has let go of back into their pools."""
         self.blocks.release(freed.blocks)
-        self.slots.release(freed.snapshots)
+        self.release_states(freed.snapshots)
         self.pages.release(freed.pages)
 
     @property
@@ -181,12 +242,31 @@ class TieredCache:
 
     def _make_room(self, places: Sequence[int]) -> None:
         """Makes device blocks free for these places, for which enough are available."""
+        if self.snapshot_blocks and self.tree.snapshots.count(T.DEVICE):
+            while self.blocks.num_free < len(places):
+                self._evict_unit()
+            return
         if self.ranks == 1 and self._evict_blocks(len(places) - self.blocks.num_free):
             return
         # One at a time: of several ranks, as the order decides where the next one is. And some have blocks below them
         # that are on their way from or to storage, and no room on the host: those are lost.
         while self.blocks.shortage(places):
             self._evict_one()
+
+    def _evict_unit(self) -> None:
+        """Makes the block or the state leave the device that comes first by the order of both."""
+        blocks, states = self.tree.queues.blocks[T.DEVICE], self.tree.queues.snapshots[T.DEVICE]
+        block, state = blocks.first(), states.first()
+        if state is None or state.snapshot is None:
+            first = False
+        elif block is None:
+            first = True
+        elif self._moves_down:  # nothing is lost: the oldest
+            first = state.snapshot.last_used <= block.last_access
+        else:
+            first = states.key(state) < blocks.key(block)
+        if not (first and self._evict_snapshot()) and not self._evict_blocks(1) and not self._evict_snapshot():
+            self.give_back(self.tree.moves.retract(self.tree.evictor.device_leaf()))
 
     def _evict_one(self) -> None:
         if not self._evict_blocks(1):
@@ -221,16 +301,17 @@ class TieredCache:
         return []
 
     def _evict_snapshot(self) -> bool:
-        """Whether a slot is free now."""
+        """Whether a slot is free now, or the blocks of a state."""
         room = self.try_snapshot_pages() if self.tree.snapshots.count(T.DEVICE) else ()
         try:
             eviction = self.tree.snapshots.evict(T.DEVICE, 1, [room] if room else [])
         except OutOfBlocksError:
             self.pages.release(room)
-            return self.slots.num_free > 0  # of one whose node has left the host to make room
-        for node, slot, pages in eviction.moves:
-            self.transfers.out(SLOT, slot, pages, (node.depth + 1) * self.tree.block_tokens)
-        self.slots.release(eviction.slots)
+            # Of one whose node has left the host to make room.
+            return self.slots.num_free > 0 if not self.snapshot_blocks else False
+        for node, unit, pages in eviction.moves:
+            self.copy_out_state(unit, pages, (node.depth + 1) * self.tree.block_tokens)
+        self.release_states(eviction.slots)
         for pages in eviction.unused:
             self.pages.release(pages)
         return True

@@ -1,7 +1,8 @@
 """What must travel between the tiers before the next step, in an order that is safe. Pure Python + numpy.
 
-A stage runs its copies to the host first, then those to the device, each kind as one call. Stages run in
-order, all before the step they were taken for. As whatever comes later on a device sees what came before,
+A stage runs its copies to the host first, then those to the device, each kind as one call; where states lie in
+blocks, they go there in between, and from there to slots last of all. Stages run in order, all before the step they
+were taken for. As whatever comes later on a device sees what came before,
 a unit may be given away as soon as its copy is queued: there is nothing to wait for.
 
 Every copy runs once, in the order asked for. So a step that is lost does not lose its copies: those that did not run
@@ -13,12 +14,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from ..errors import PlanError
-from ..plan import StateSwapPlan, SwapPlan
+from ..plan import SpillPlan, StateBlocksPlan, StateSwapPlan, SwapPlan
 
 __all__ = ["TransferQueue", "TransferStage", "Transfers"]
 
@@ -32,14 +33,20 @@ class TransferStage(NamedTuple):
     Attributes:
         swap_out: blocks to pages of the host (`dsv4_jax.tiers.swap.swap_out`).
         snapshot: states of slots to pages.
+        spill_states: states in blocks of the device to pages.
+        put_states: states of slots to blocks of the device.
         swap_in: pages to blocks.
         restore: states from pages to slots.
+        get_states: states in blocks of the device to slots.
     """
 
-    swap_out: SwapPlan | None
-    snapshot: StateSwapPlan | None
-    swap_in: SwapPlan | None
-    restore: StateSwapPlan | None
+    swap_out: SwapPlan | None = None
+    snapshot: StateSwapPlan | None = None
+    spill_states: SpillPlan | None = None
+    put_states: StateBlocksPlan | None = None
+    swap_in: SwapPlan | None = None
+    restore: StateSwapPlan | None = None
+    get_states: StateBlocksPlan | None = None
 
 
 _CALLS = len(TransferStage._fields)
@@ -95,7 +102,7 @@ class Transfers(list[TransferStage]):
         for stage, done in self._remaining(_CALLS):
             yield TransferStage(*[None] * done, *stage[done:])
 
-    def calls(self) -> Iterator[tuple[str, SwapPlan | StateSwapPlan | None]]:
+    def calls(self) -> Iterator[tuple[str, Any]]:
         """The calls of the stages that have not run, one by one: the field's name, and its plan."""
         self._begin()
         self._looked_from = None
@@ -129,11 +136,12 @@ class Transfers(list[TransferStage]):
 
 
 class _Copy(NamedTuple):
-    """One unit of the device, and its pages of the host, in order; of a state its tokens."""
+    """One unit of the device, and its pages of the host, in order; of a state its tokens, and blocks of the device."""
 
     device: int
     host: tuple[int, ...]
     num_tokens: int
+    blocks: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(slots=True)
@@ -144,6 +152,10 @@ class _Stage:
     into: dict[str, list[_Copy]] = dataclasses.field(default_factory=lambda: {BLOCK: [], SLOT: []})
     filled: dict[str, set[int]] = dataclasses.field(default_factory=lambda: {BLOCK: set(), SLOT: set()})
     touched: set[int] = dataclasses.field(default_factory=set)
+    spilled: list[_Copy] = dataclasses.field(default_factory=list)  # of states in blocks, which `blocks` names
+    put: list[_Copy] = dataclasses.field(default_factory=list)
+    get: list[_Copy] = dataclasses.field(default_factory=list)
+    read: set[int] = dataclasses.field(default_factory=set)  # blocks that `get` reads, last of all
 
 
 class TransferQueue:
@@ -158,7 +170,9 @@ class TransferQueue:
     def __len__(self) -> int:
         """How many copies are queued."""
         return sum(
-            len(copies) for stage in self._stages for side in (stage.out, stage.into) for copies in side.values()
+            len(copies)
+            for stage in self._stages
+            for copies in (*stage.out.values(), *stage.into.values(), stage.spilled, stage.put, stage.get)
         )
 
     def out(self, scope: str, device: int, host: HostPages, num_tokens: int = 0) -> None:
@@ -175,17 +189,44 @@ class TransferQueue:
         """Queues a copy of a page (of a state: its pages) to a device unit."""
         host = _tuple(host)
         stage = self._stages[-1] if self._stages else None
-        if stage is None or device in stage.filled[scope]:
+        if stage is None or device in stage.filled[scope] or (scope == BLOCK and device in stage.read):
             stage = self._open()
         stage.into[scope].append(_Copy(device, host, num_tokens))
         stage.filled[scope].add(device)
         stage.touched.update(host)
 
+    def spill(self, blocks: Sequence[int], host: HostPages) -> None:
+        """Queues a copy of a state that lies in blocks of the device to pages of the host."""
+        host = _tuple(host)
+        stage = self._stages[-1] if self._stages else None
+        if stage is None or not stage.touched.isdisjoint(host) or not stage.filled[BLOCK].isdisjoint(blocks):
+            stage = self._open()
+        stage.spilled.append(_Copy(0, host, 0, tuple(blocks)))
+        stage.touched.update(host)
+
+    def put(self, slot: int, blocks: Sequence[int], num_tokens: int) -> None:
+        """Queues a copy of a slot's state to blocks of the device."""
+        stage = self._stages[-1] if self._stages else None
+        if stage is None or slot in stage.filled[SLOT] or not (stage.filled[BLOCK] | stage.read).isdisjoint(blocks):
+            stage = self._open()
+        stage.put.append(_Copy(slot, (), num_tokens, tuple(blocks)))
+        stage.filled[BLOCK].update(blocks)
+
+    def get(self, blocks: Sequence[int], slot: int, num_tokens: int) -> None:
+        """Queues a copy of a state that lies in blocks of the device to a slot."""
+        stage = self._stages[-1] if self._stages else None
+        if stage is None or slot in stage.filled[SLOT]:
+            stage = self._open()
+        stage.get.append(_Copy(slot, (), num_tokens, tuple(blocks)))
+        stage.filled[SLOT].add(slot)
+        stage.read.update(blocks)
+
     def pages(self) -> set[int]:
         """The host pages that copies which have not run will read or write."""
         self._forget_run()
         plans = [plan for stage in tuple(self._waiting) for plan in stage if plan is not None]
-        waiting = {page for plan in plans for page in plan.host_ids.ravel().tolist()}
+        of_host = [plan for plan in plans if not isinstance(plan, StateBlocksPlan)]
+        waiting = {page for plan in of_host for page in plan.host_ids.ravel().tolist()}
         return waiting.union(*(stage.touched for stage in self._stages))
 
     @property
@@ -206,8 +247,11 @@ class TransferQueue:
             TransferStage(
                 _plan(stage.out[BLOCK]),
                 _state_plan(stage.out[SLOT]),
+                _spill_plan(stage.spilled),
+                _blocks_plan(stage.put),
                 _plan(stage.into[BLOCK]),
                 _state_plan(stage.into[SLOT]),
+                _blocks_plan(stage.get),
             )
             for stage in self._stages
         ]
@@ -247,6 +291,25 @@ def _state_plan(copies: list[_Copy]) -> StateSwapPlan | None:
     for i, copy in enumerate(copies):
         plan.device_ids[i], plan.num_tokens[i] = copy.device, copy.num_tokens
         plan.host_ids[i, : len(copy.host)] = copy.host
+    return plan
+
+
+def _blocks_plan(copies: list[_Copy]) -> StateBlocksPlan | None:
+    """The plan of copies of states between slots and blocks, padded as by `_plan`."""
+    if not copies:
+        return None
+    plan = StateBlocksPlan(_nulls(copies), _nulls(copies, len(copies[0].blocks)), _nulls(copies))
+    for i, copy in enumerate(copies):
+        plan.slots[i], plan.blocks[i], plan.num_tokens[i] = copy.device, copy.blocks, copy.num_tokens
+    return plan
+
+
+def _spill_plan(copies: list[_Copy]) -> SpillPlan | None:
+    if not copies:
+        return None
+    plan = SpillPlan(_nulls(copies, len(copies[0].blocks)), _nulls(copies, len(copies[0].host)))
+    for i, copy in enumerate(copies):
+        plan.blocks[i], plan.host_ids[i] = copy.blocks, copy.host
     return plan
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..layout import CacheLayout
 from ..manager.transfers import TransferStage
-from ..plan import StateSwapPlan, StepPlan, SwapPlan
+from ..plan import SpillPlan, StateBlocksPlan, StateSwapPlan, StepPlan, SwapPlan
 from ..records import block_record, page_bytes
 from .tokens import prefix_names
 
@@ -92,6 +92,7 @@ class ShadowDevice:
         self._blocks: dict[int, Content] = {}
         self._slots: dict[int, Content] = {}
         self._pages: dict[int, Page] = {}
+        self._states: dict[int, Page] = {}  # blocks that hold parts of states
         self._table: dict[int, list[int]] = {}  # by slot
         self.moved = TransferBytes()
         self.foreign = self.wrong = 0
@@ -102,14 +103,49 @@ class ShadowDevice:
         for stage in stages:
             moved = (
                 _move(stage.swap_out, self._blocks, self._pages, outward=True) * self._record,
-                _move(stage.snapshot, self._slots, self._pages, outward=True) * self._page,
-                _move(stage.swap_in, self._blocks, self._pages, outward=False) * self._record,
+                (_move(stage.snapshot, self._slots, self._pages, outward=True) + self._spill(stage.spill_states))
+                * self._page,
+                self._put_and_swap_in(stage) * self._record,
                 _move(stage.restore, self._slots, self._pages, outward=False) * self._page,
             )
+            self._get_states(stage.get_states)
             self.moved = self.moved.plus(TransferBytes(*moved))
             if stage.swap_in is not None:
                 loaded.update(stage.swap_in.device_ids.tolist())
         return TransferBytes(*(now - then for now, then in zip(self.moved, before, strict=True))), loaded - {0}
+
+    def _put_and_swap_in(self, stage: TransferStage) -> int:
+        if (plan := stage.put_states) is not None:
+            for slot, blocks in zip(plan.slots.tolist(), plan.blocks.tolist(), strict=True):
+                content = self._slots.get(slot)
+                for i, block in enumerate(blocks if slot else ()):
+                    self._blocks.pop(block, None)
+                    _put(self._states, block, None if content is None else (content, i, True))
+        if stage.swap_in is not None:
+            for block in stage.swap_in.device_ids.tolist():
+                self._states.pop(block, None)
+        return _move(stage.swap_in, self._blocks, self._pages, outward=False)
+
+    def _state_in(self, blocks: list[int]) -> Content | None:
+        """The state that these blocks hold together, in order."""
+        first = self._states.get(blocks[0])
+        whole = first is not None and all(self._states.get(b) == (first[0], i, True) for i, b in enumerate(blocks))
+        return first[0] if first is not None and whole else None
+
+    def _spill(self, plan: SpillPlan | None) -> int:
+        if plan is None:
+            return 0
+        for blocks, pages in zip(plan.blocks.tolist(), plan.host_ids.tolist(), strict=True):
+            content = self._state_in(blocks)
+            for i, page in enumerate(pages if blocks[0] else ()):
+                _put(self._pages, page, None if content is None else (content, i, True))
+        return int((plan.host_ids > 0).sum())
+
+    def _get_states(self, plan: StateBlocksPlan | None) -> None:
+        if plan is not None:
+            for slot, blocks in zip(plan.slots.tolist(), plan.blocks.tolist(), strict=True):
+                if slot:
+                    _put(self._slots, slot, self._state_in(blocks))
 
     def sums(self, pages: Iterable[int]) -> tuple[bytes, ...]:
         """16 bytes for each page of the host, that differ where what lies there differs."""
@@ -151,6 +187,8 @@ class ShadowDevice:
         self._blocks.update(zip(row[full:done], text.blocks[full:done], strict=True))
         if end % block:
             self._blocks[row[done]] = text.content(end)
+        for unit in row[full : -(-end // block)] if self._states else ():
+            self._states.pop(unit, None)
         self._slots[slot] = text.content(end)
 
     def _check(self, held: list[Content | None], wanted: list[Content]) -> None:

@@ -426,7 +426,8 @@ class Mix:
     def transfer(self) -> None:
         stages = self.manager.take_transfers()
         for stage in stages[:]:
-            for name, plan in zip(("blocks out", "snapshots out", "blocks in", "snapshots in"), stage, strict=True):
+            plans = (stage.swap_out, stage.snapshot, stage.swap_in, stage.restore)
+            for name, plan in zip(("blocks out", "snapshots out", "blocks in", "snapshots in"), plans, strict=True):
                 self.seen[name] += 0 if plan is None else int((plan.device_ids > 0).sum())
         self.cache, self.host = run_transfers(self.cache, self.host, stages)
 

@@ -21,46 +21,50 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..cache import KVCache, cache_partition, mesh_of
 from ..errors import LayoutError, PlanError
-from ..plan import StateSwapPlan, SwapPlan
-from . import swap
+from . import state_blocks, swap
 from .host_cache import HostCache
 from .record_copy import SwapImplementation
 from .transfer_handle import TransferHandle
 
 __all__ = ["start_swap"]
 
-Operation = Literal["swap_out", "swap_in", "snapshot", "restore"]
+Operation = Literal["swap_out", "swap_in", "snapshot", "restore", "put_states", "get_states", "spill_states"]
+ON_DEVICE = ("put_states", "get_states")  # operations that need no host cache
 
 
 def start_swap(
     operation: Operation,
     cache: KVCache,
-    host: HostCache,
-    plan: SwapPlan | StateSwapPlan,
+    host: HostCache | None,
+    plan: Any,
     *,
     implementation: SwapImplementation = None,
 ) -> tuple[Any, TransferHandle]:
-    """Starts an operation of `dsv4_jax.tiers.swap` as a computation of its own.
+    """Starts an operation of `dsv4_jax.tiers.swap`, or of `state_blocks`, as a computation of its own.
 
     Args:
-        operation: its name. "swap_out" and "snapshot" write to `host`, the others to `cache`: that one is donated.
-        cache, host, plan, implementation: as for the operation.
+        operation: its name. "swap_out", "snapshot" and "spill_states" write to `host`, the others to `cache`: that one
+            is donated.
+        cache, host, plan, implementation: as for the operation; those between slots and blocks need no host.
 
     Returns:
         What the operation returns (a `HostCache` or a `KVCache`), and a handle that says when it is there.
 
     Raises as the operation, and:
         PlanError: a page that the host cache has not.
-        LayoutError: blocks and host pages are split over different axes.
+        LayoutError: blocks and host pages are split over different axes, or there is no host.
     """
     started = time.monotonic()
-    placed = host.pages.sharding
+    if host is None and operation not in ON_DEVICE:
+        raise LayoutError(f"{operation} needs a host cache")
+    placed = (cache.block_table if host is None else host.pages).sharding
     mesh = mesh_of(placed)
     spec = placed.spec if mesh is not None and isinstance(placed, NamedSharding) else PartitionSpec()
     axis = cache.pool_axis.name
     if axis is not None and axis not in _axes(spec):
         raise LayoutError(f"blocks are split over {axis!r}, host pages over {spec}: give these the sharding of blocks")
-    _check_pages(cache, host, plan)
+    if host is not None:
+        _check_pages(cache, host, plan)
     result, token = _compiled(operation, mesh, spec)(cache, host, plan, implementation=implementation)
     return result, TransferHandle(token, started)
 
@@ -74,7 +78,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _check_pages(cache: KVCache, host: HostCache, plan: SwapPlan | StateSwapPlan) -> None:
+def _check_pages(cache: KVCache, host: HostCache, plan: Any) -> None:
     """Raises `PlanError` for a page that the host has not: a copy takes it for padding, and its bytes are lost."""
     ids = getattr(plan, "host_ids", None)
     if not isinstance(ids, np.ndarray) or not ids.size:
@@ -96,12 +100,19 @@ def _axes(spec: PartitionSpec) -> tuple[str, ...]:
 @functools.cache
 def _compiled(operation: str, mesh: Mesh | None, spec: PartitionSpec):
     """The operation, jitted; over a mesh, with caches, records and plans split as `spec` says."""
-    move, written = getattr(swap, operation), "host" if operation in ("swap_out", "snapshot") else "cache"
+    written = "host" if operation in ("swap_out", "snapshot", "spill_states") else "cache"
 
-    def run(cache: KVCache, host: HostCache, plan: SwapPlan | StateSwapPlan, implementation: SwapImplementation):
-        def here(cache: KVCache, host: HostCache, plan: SwapPlan | StateSwapPlan):
+    def move(cache: KVCache, host: Any, plan: Any, implementation: SwapImplementation) -> Any:
+        if operation in ON_DEVICE:
+            return getattr(state_blocks, operation)(cache, plan)
+        if operation == "spill_states":
+            return state_blocks.spill_states(cache, host, plan)
+        return getattr(swap, operation)(cache, host, plan, implementation=implementation)
+
+    def run(cache: KVCache, host: Any, plan: Any, implementation: SwapImplementation):
+        def here(cache: KVCache, host: Any, plan: Any):
             # Outputs of one executable become ready together: any of them tells of the transfer.
-            return move(cache, host, plan, implementation=implementation), jnp.sum(jnp.asarray(plan.device_ids))[None]
+            return move(cache, host, plan, implementation), jnp.sum(jnp.asarray(plan[0]))[None]
 
         if mesh is None:
             return here(cache, host, plan)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -17,14 +17,16 @@ from .record_copy import SwapImplementation
 
 __all__ = ["StackedTransfers", "run_transfers", "stack_transfers"]
 
+AnyHost = TypeVar("AnyHost", HostCache, None)
+
 
 def run_transfers(
     cache: KVCache,
-    host: HostCache,
+    host: AnyHost,
     stages: Iterable[TransferStage] | StackedTransfers,
     *,
     implementation: SwapImplementation = None,
-) -> tuple[KVCache, HostCache]:
+) -> tuple[KVCache, AnyHost]:
     """Runs `KVCacheManager.take_transfers()`: before the step they were taken for, on what the step before returned.
 
     Nothing is waited for. Every copy is a computation of its own, with what it writes donated; steps that
@@ -33,7 +35,7 @@ def run_transfers(
     only new ones and `KVCacheManager.reset` are left.)
 
     Args:
-        cache, host: of one device, or both over one mesh.
+        cache, host: of one device, or both over one mesh. Without a host tier there is no host: None.
         stages: over a mesh those of `stack_transfers`.
 
     Raises as the operations of `dsv4_jax.tiers.swap`, and:
@@ -42,15 +44,22 @@ def run_transfers(
         PlanError: they have run already, or the manager was reset since they were taken.
     """
     if isinstance(stages, Transfers | StackedTransfers):
-        own = host.pages.sharding.shard_shape(host.pages.shape)[0]
-        managers, shards = getattr(stages, "managers", 1), host.pages.shape[0] // own // cache.pool_axis.size
+        # Tables are on all ranks of a pool axis, pages are not.
+        split, ranks = cache.block_table, 1
+        if host is not None:
+            split, ranks = cast("HostCache", host).pages, cache.pool_axis.size
+        own = split.sharding.shard_shape(split.shape)[0]
+        managers, shards = getattr(stages, "managers", 1), split.shape[0] // own // ranks
         if managers != shards:
             raise LayoutError(f"transfers of {managers} managers for {shards} data shards (see stack_transfers)")
     for name, plan in _calls(stages):
         if plan is None:
             continue
         written, _ = start_swap(name, cache, host, plan, implementation=implementation)
-        cache, host = (cache, written) if isinstance(written, HostCache) else (written, host)
+        if isinstance(written, HostCache):
+            host = cast("AnyHost", written)
+        else:
+            cache = written
     return cache, host
 
 

@@ -11,8 +11,8 @@ import numpy as np
 from dsv4_jax import CacheLayout, CacheSize
 from dsv4_jax.manager import HostSize
 from dsv4_jax.manager.transfers import Transfers
-from dsv4_jax.plan import StateSwapPlan, StepPlan, SwapPlan
-from dsv4_jax.records import state_pages
+from dsv4_jax.plan import SpillPlan, StateBlocksPlan, StateSwapPlan, StepPlan, SwapPlan
+from dsv4_jax.records import state_blocks, state_pages
 
 State = tuple[object, tuple[int, ...]]
 Record = tuple[State, int, int, type]  # a page: whose, which of its pages, of how many, and of what
@@ -46,6 +46,9 @@ class SymbolicDevice:
         for i, (name, plan) in enumerate(transfers.calls()):
             if i == max_calls:
                 break
+            if name in ("put_states", "get_states", "spill_states"):
+                moved += self.state_blocks(name, plan) if plan is not None else 0
+                continue
             source, target, outward = {
                 "swap_out": (self.blocks, self.pages, True),
                 "snapshot": (self.states, self.pages, True),
@@ -74,6 +77,36 @@ class SymbolicDevice:
                     target[device] = value
             moved += len(pairs)
         return moved
+
+    def state_blocks(self, name: str, plan: StateBlocksPlan | SpillPlan) -> int:
+        """Runs a call of states in blocks: a part of one is what a page of the host would be."""
+        if isinstance(plan, SpillPlan):
+            pairs = [(0, *pair, 0) for pair in zip(plan.blocks.tolist(), plan.host_ids.tolist(), strict=True)]
+        else:
+            columns = (plan.slots.tolist(), plan.blocks.tolist(), plan.num_tokens.tolist())
+            pairs = [(slot, blocks, [], tokens) for slot, blocks, tokens in zip(*columns, strict=True)]
+        pairs = [pair for pair in pairs if pair[1][0]]
+        written = [u for slot, b, p, _ in pairs for u in (b if name == "put_states" else p or [slot])]
+        assert len(set(written)) == len(written) and min(written) > 0, "a unit is written twice in one call"
+        assert all(len(blocks) == state_blocks(self.layout) and min(blocks) > 0 for _, blocks, _, _ in pairs)
+        if name == "put_states":
+            for slot, blocks, _, tokens in pairs:
+                value = self.state_at(self.states.get(slot, UNWRITTEN), tokens)
+                self.blocks.update({b: ("part of a state", (value, i)) for i, b in enumerate(blocks)})
+            return len(pairs)
+        values = []
+        for _, blocks, _, tokens in pairs:
+            parts = [self.blocks.get(block, UNWRITTEN) for block in blocks]
+            value = parts[0][1][0] if parts[0][0] == "part of a state" else UNWRITTEN
+            same = parts == [("part of a state", (value, i)) for i in range(len(blocks))]
+            value = value if same else UNWRITTEN
+            values.append(value if isinstance(plan, SpillPlan) else self.state_at(value, tokens))
+        for value, (slot, _, pages, _) in zip(values, pairs, strict=True):
+            if pages:
+                self.pages.update((page, (value, i, len(pages), StateSwapPlan)) for i, page in enumerate(pages))
+            else:
+                self.states[slot] = value
+        return len(pairs)
 
     def state_at(self, state: State, num_tokens: int) -> State:
         """What its rows are at a position: rings reach as far back as drafts are rejected, and not ahead."""

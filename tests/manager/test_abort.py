@@ -11,12 +11,13 @@ from dsv4_jax import KVCacheManager, stack_transfers
 from dsv4_jax.errors import PlanError
 from dsv4_jax.manager import HostSize, WritePolicy
 from dsv4_jax.manager.request import Request, RequestState
-from dsv4_jax.manager.transfers import Transfers
+from dsv4_jax.manager.transfers import Transfers, TransferStage
 
 from .symbolic_device import SymbolicDevice
 from .test_caching import LAYOUT, PROMPT, feed, make, pairs, run
 
 OTHER = [9] * 12
+CALLS = len(TransferStage._fields)
 
 
 def serve(manager: KVCacheManager, device: SymbolicDevice, prompt: list[int]) -> int:
@@ -33,7 +34,7 @@ def serve(manager: KVCacheManager, device: SymbolicDevice, prompt: list[int]) ->
 
 
 @pytest.mark.parametrize("way", ["calls", "stages"])
-@pytest.mark.parametrize("ran", range(9))
+@pytest.mark.parametrize("ran", range(2 * CALLS + 1))
 def test_copies_lost_with_their_step_run_before_the_next(ran: int, way: str) -> None:
     """Records that were never written were served: 32 tokens of nobody."""
     manager, host = make(num_blocks=6, num_slots=1, snapshots=1, host=HostSize(60)), HostSize(60)
@@ -49,13 +50,13 @@ def test_copies_lost_with_their_step_run_before_the_next(ran: int, way: str) -> 
     if way == "calls":
         device.transfer(transfers, max_calls=ran)
     else:  # broken off before a stage: it is run from its beginning
-        whole = min(ran // 4, len(transfers))
+        whole = min(ran // CALLS, len(transfers))
         for i, _ in enumerate(stages := iter(transfers)):
             if i == whole:
                 break
             device.transfer(Transfers(transfers[i : i + 1]))
         stages.close()
-    assert not manager.has_transfers and transfers.ran == (ran >= 4 * len(transfers))
+    assert not manager.has_transfers and transfers.ran == (ran >= CALLS * len(transfers))
     manager.plan_tokens(plan)
     manager.abort_request(lost)
     manager.check_integrity()

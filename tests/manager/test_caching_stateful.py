@@ -16,8 +16,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from dsv4_jax import CacheLayout, CacheSize, DSV4Config, KVCacheManager
 from dsv4_jax.errors import NoFreeSlotError, OutOfBlocksError, RequestError
 from dsv4_jax.manager import CachePolicy, EventLog, HostSize, Namespace, NamespaceShares, SnapshotPlacement, WritePolicy
+from dsv4_jax.manager.policies import StatePlace
 from dsv4_jax.manager.request import Request, RequestState
 from dsv4_jax.plan import StepPlan
+from dsv4_jax.records import state_blocks
 from tests.manager.symbolic_device import SymbolicDevice
 
 BLOCK = 8
@@ -43,6 +45,7 @@ class Trace:
         blocks: int,
         snapshots: int,
         ranks: int = 1,
+        states: StatePlace = "slots",
         clock: Callable[[], float] = time.monotonic,
     ):
         self.random = random.Random(seed)
@@ -61,7 +64,7 @@ class Trace:
         self.manager = KVCacheManager(
             self.layout,
             size,
-            policy=CachePolicy(write=POLICIES[policy], snapshots=placement, shares=shares),
+            policy=CachePolicy(write=POLICIES[policy], snapshots=placement, shares=shares, states=states),
             host=host,
             events=EventLog(),
             clock=clock,
@@ -397,13 +400,14 @@ class CachingMachine(RuleBasedStateMachine):
         seed=st.integers(0, 99),
         policy=st.sampled_from(sorted(POLICIES)),
         drafts=st.sampled_from([0, 1, 3, 7]),
-        ranks=st.sampled_from([1, 2]),
+        where=st.sampled_from([(1, "slots"), (2, "slots"), (1, "blocks")]),
         host=st.sampled_from([HostSize(0), HostSize.of(LAYOUT, 2, 1), HostSize(9), HostSize.of(LAYOUT, 12, 3)]),
         blocks=st.integers(12, 30),
         snapshots=st.integers(0, 5),
     )
-    def start(self, seed: int, **options) -> None:
-        self.trace = Trace(seed, **options)
+    def start(self, seed: int, where: tuple[int, StatePlace], **options) -> None:
+        more = 3 * state_blocks(LAYOUT) if where[1] == "blocks" else 0
+        self.trace = Trace(seed, ranks=where[0], states=where[1], **options | {"blocks": options["blocks"] + more})
 
     @rule(call=st.sampled_from(["step"] * 6 + ["admit"] * 3 + CALLS), choices=st.randoms(use_true_random=False))
     def act(self, call: str, choices: random.Random) -> None:
@@ -429,11 +433,20 @@ TestCaching.settings = settings(max_examples=150 if os.environ.get("RUN_SLOW") e
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_step_reads_its_own_history(policy: str, drafts: int) -> None:
     did: collections.Counter[str] = collections.Counter()
-    for seed in range(8):
-        ranks = (1, 1, 2, 4)[seed % 4]  # of a pool axis
+    for seed in range(12):
+        ranks = (1, 1, 2, 4)[seed % 4] if seed < 8 else 1  # of a pool axis
+        states: StatePlace = "slots" if seed < 8 else "blocks"
+        more = 0 if seed < 8 else (1 + seed % 4) * state_blocks(LAYOUT)
         host = HostSize(0) if seed == 0 else HostSize.of(LAYOUT, 3 + 5 * (seed % 3), 1 + seed % 3)
         trace = Trace(
-            seed, policy=policy, drafts=drafts, host=host, blocks=14 + 6 * (seed % 3), snapshots=seed % 4, ranks=ranks
+            seed,
+            policy=policy,
+            drafts=drafts,
+            host=host,
+            blocks=14 + 6 * (seed % 3) + more,
+            snapshots=seed % 4,
+            ranks=ranks,
+            states=states,
         )
         trace.run(250)
         did += trace.did

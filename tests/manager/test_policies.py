@@ -28,6 +28,7 @@ from dsv4_jax.manager.prefix.eviction_policies import LRU
 from dsv4_jax.manager.prefix.hashing import Namespace
 from dsv4_jax.manager.prefix.node import Node, Tier
 from dsv4_jax.manager.prefix.prefix_tree import PrefixTree
+from dsv4_jax.records import state_blocks
 
 from .prefix.tree_helpers import digests, publish_path
 
@@ -381,6 +382,49 @@ def test_a_request_says_where_the_next_turn_goes_on() -> None:
     for wrong in ("no", None, 3):
         with pytest.raises(RequestError, match="reuse"):
             manager.admit_request([1], reuse=wrong)
+
+
+# States in blocks
+
+
+def test_states_in_blocks_need_no_share_of_their_own() -> None:
+    """Many short prompts need many states and few blocks, long ones the reverse: all memory serves either."""
+    layout = CacheLayout(DSV4Config.tiny())
+    block, blocks, ends = layout.block_tokens, state_blocks(layout), SnapshotPlacement(every=None, doubling=None)
+
+    def found(prompts: list[list[int]], size: CacheSize, states: str) -> int:
+        manager = KVCacheManager(layout, size, policy=CachePolicy(snapshots=ends, states=states))
+        hits = 0
+        for prompt in prompts * 2:
+            request = manager.admit_request(prompt)
+            hits += request.num_hit // block
+            while request.num_pending:
+                manager.plan_step(manager.schedule(10**6))
+                manager.take_transfers()
+            manager.release_request(request)
+            manager.check_integrity()
+        device = manager.stats().cache.pools["device"]
+        assert device.free + device.cached == device.total
+        return hits
+
+    short = [[i] * (block + 1) for i in range(20)]
+    long = [[20 + i] * (20 * block + 1) for i in range(3)]
+    room = 20 * (1 + blocks) + 2  # of who is live
+    assert found(short, CacheSize(room, 1, 32), "blocks") == 20
+    assert found(long, CacheSize(room, 1, 32), "blocks") == 3 * 20
+    slots = int((room - 60) * layout.bytes_per_block / layout.bytes_per_slot)  # with enough blocks for the long ones
+    assert found(short, CacheSize(60, 1, 32, num_snapshots=slots), "slots") < 20
+
+
+def test_states_lie_in_slots_or_blocks() -> None:
+    layout = CacheLayout(DSV4Config.tiny())
+    with pytest.raises(ConfigError, match="states"):
+        CachePolicy(states="pages")
+    with pytest.raises(ConfigError, match="pool axis"):
+        KVCacheManager(layout, CacheSize(8, 2, 8, pool_ranks=2), policy=CachePolicy(states="blocks"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PerformanceWarning)
+        KVCacheManager(layout, CacheSize(8, 1, 8), policy=CachePolicy(states="blocks"))
 
 
 # Shares of namespaces

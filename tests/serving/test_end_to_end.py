@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 
 import numpy as np
 import pytest
 
 import dsv4_jax as dsv4
+from dsv4_jax.manager import CachePolicy
 from dsv4_jax.plan import StepPlan
 from dsv4_jax.records import record_format, state_record
 from dsv4_jax.testing.mixes import Mix
 from dsv4_jax.testing.serving import Mixes
-from dsv4_jax.tiers import async_swap, swap
+from dsv4_jax.tiers import async_swap, swap, transfers
 
 from .engine import runner
 
@@ -28,6 +30,28 @@ def test_a_few_mixes_equal_lone_cold_runs(mixes: Mixes) -> None:
     assert mixes.seen["comparisons"] > 15 and mixes.seen["logits compared"] > 500
     for name in ("hits on the device", "preemptions", "forks", "drafts rejected", "blocks in", "snapshots in"):
         assert mixes.seen[name], name
+
+
+class InBlocks(Mix):
+    """States on the device lie in blocks."""
+
+    def _policy(self) -> CachePolicy | None:
+        policy = super()._policy()
+        return None if policy is None else dataclasses.replace(policy, states="blocks")
+
+
+def test_mixes_with_states_in_blocks_equal_lone_cold_runs(mixes: Mixes, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: collections.Counter[str] = collections.Counter()
+    run = transfers.start_swap
+
+    def counted(name, cache, host, plan, **options):
+        moved[name] += 1
+        return run(name, cache, host, plan, **options)
+
+    monkeypatch.setattr(transfers, "start_swap", counted)
+    for seed in (2, 4):
+        mixes.run(seed, InBlocks)
+    assert min(moved[name] for name in ("put_states", "get_states", "spill_states")) > 0
 
 
 @pytest.mark.slow
