@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -195,6 +196,24 @@ def test_a_step_copies_no_pool(params) -> None:
     memory, pools = compiled.memory_analysis(), [leaf for leaf in LAYOUT.leaves if leaf.scope != "table"]
     assert memory.alias_size_in_bytes == LAYOUT.total_bytes(size)
     assert memory.temp_size_in_bytes < min(LAYOUT.leaf_bytes(leaf, size) for leaf in pools)
+
+
+def test_all_that_may_be_asked_for(params) -> None:
+    """Shapes of a step's fields, and of a loop's."""
+    cache, manager = jax.eval_shape(lambda: init_cache(LAYOUT, SIZE)), KVCacheManager(LAYOUT, SIZE)
+    shape = manager.pinned_shape(2, 6, steps=4)
+    plan = manager.plan_step([(manager.admit_request(), 3) for _ in range(2)], steps=4, shape=shape).pack()
+    counts = jnp.zeros((SIZE.slot_units, CFG.vocab_size), jnp.int32)
+    state: Any = dict(sampling=SamplingRows.of([Sampling()] * 2), counts=counts)
+    asked: Any = dict(width=2, logprobs=True, top=4, routed_experts=True)
+    fed, drafts, masks = (np.zeros(shape, np.int32) for shape in (6, 2, (2, 3, CFG.vocab_size // 32)))
+    step = functools.partial(model.draft_step, **asked)
+    loop = functools.partial(model.draft_loop, num_steps=4, **asked)
+    one, kept, _ = jax.eval_shape(step, params, cache, plan, fed, drafts, masks=masks.astype(np.uint32), **state)
+    several, each, _ = jax.eval_shape(loop, params, cache, plan, drafts, drafts, **state)
+    fields = [(2, 3), (2, 3), (2, 3, 4), (2, 3, 4), (6, CFG.num_layers, CFG.num_experts_per_tok)]
+    assert [x.shape for x in one] == [*fields, counts.shape] and kept.shape == (2,)
+    assert [x.shape for x in several] == [*((4, *field) for field in fields), counts.shape] and each.shape == (4, 2)
 
 
 # The rule.
