@@ -34,7 +34,7 @@ from .device import MAX_TOP, DeviceExecutor, Renew
 __all__ = ["build", "load"]
 
 MIN_CHUNK = 512  # tokens of a step that computes prompts, if there are not more slots
-_POLICY, _LIMITS = CachePolicy(), Limits()
+_DEFAULT, _LIMITS = CachePolicy(states="blocks"), Limits()
 _SPARE = 0.1  # of what weights leave of a device: for what a step computes with
 
 
@@ -47,7 +47,7 @@ def build(
     max_context: int | None = None,
     host: int | HostSize = 0,
     stores: tuple[AsyncStore, AsyncStore] | None = None,
-    policy: CachePolicy | None = _POLICY,
+    policy: CachePolicy | None = _DEFAULT,
     weights_id: Any = None,
     events: Sequence[EventLog] = (),
     mesh: Mesh | None = None,
@@ -67,6 +67,8 @@ def build(
     Args: as `Engine.of`.
     """
     shards = 1 if mesh is None else mesh.shape.get(DATA, 1)
+    if policy is _DEFAULT and pool:  # whose ranks have blocks of their own
+        policy = CachePolicy()
     if isinstance(memory, CacheSize):
         size = memory
     else:
@@ -76,7 +78,8 @@ def build(
             max_requests=max_requests,
             max_context=max_context,
             pool_ranks=mesh.shape[TENSOR] if pool and mesh is not None else 1,
-            **({} if policy is not None else {"num_snapshots": 0}),
+            num_snapshots=0 if policy is None else None,
+            states="slots" if policy is None else policy.states,
         )
     if isinstance(host, HostSize):
         pages = host

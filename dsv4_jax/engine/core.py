@@ -146,6 +146,7 @@ class Core:
         self._outputs: list[Output] = []  # that wait for the next `take`, or `drain`
         self._deadlines: list[tuple[float, int, Job]] = []  # a heap
         self._masked = self._order = self._waiting = self._stale = self._scores = 0
+        self._unflushed = False
         self._scored = False  # whether the call planned last was of scores
         vocab = self.layout.cfg.vocab_size
         self._allowed = np.full(-(-vocab // 32), 0xFFFFFFFF, np.uint32)  # the most a mask can say
@@ -249,7 +250,10 @@ class Core:
         nothing: list[list[tuple[Job, int]]] = [[] for _ in self.managers]
         kinds = [(True, self.shapes.steps)] + ([(False, 1)] if prompts else [])
         for decoding, steps in kinds:
-            yield self._work(nothing, nothing, decoding, steps)
+            work = self._work(nothing, nothing, decoding, steps)
+            self._sent.clear()
+            yield work
+            yield dataclasses.replace(self._work(nothing, nothing, decoding, steps), draws=True)
             self._sent.clear()
 
     def abort(self, name: Hashable, finish: str = "abort") -> bool:
@@ -440,10 +444,7 @@ class Core:
             except (RequestError, ContextLimitError, PlanError) as error:
                 self._end(job, "error", error)
                 return True
-            if job.cached < 0:
-                job.cached, job.admitted = request.num_hit, now
-                self.counts["cached_tokens"] += request.num_hit
-                self.counts["prompt_tokens"] += len(prompt.tokens)
+            job.admitted = now
             self._enter(job, shard, request)
             return True
         return False
@@ -567,6 +568,10 @@ class Core:
                 request = job.request
                 assert request is not None
                 start = request.num_cached
+                if job.cached < 0:  # what is cached is looked up again when its first chunk is scheduled
+                    job.cached = request.num_hit
+                    self.counts["cached_tokens"] += request.num_hit
+                    self.counts["prompt_tokens"] += len(job.prompt.tokens)
                 if job.ahead:
                     source[shard, at] = job.row
                 prefills = not (job.out or job.ahead)
@@ -598,6 +603,7 @@ class Core:
                     self._mask(job, shard * shape.sequences + row, masks)
         decodes = decoding and all(samples for entries in sent for *_, samples in entries)
         self._sent.append(_Sent(sent, decodes))
+        self._unflushed = True
         flat = None if targets is None else targets.reshape(-1)
         kind = "score" if scores else "decode" if decoding else "mixed"
         return Work(kind, plans, transfers, steps, tokens.reshape(-1), source.reshape(-1), rows, masks, flat)
@@ -780,6 +786,18 @@ class Core:
         self._tenants[job.tenant] -= 1
         if not self._tenants[job.tenant]:
             del self._tenants[job.tenant]
+
+    def flush(self) -> list[Transfers]:
+        """Copies between the tiers that wait for a next step, where there may be none for a while: to be moved now.
+
+        Nothing while calls are under way, or there is nothing since the last time.
+        """
+        if self._sent or self.asleep or not self._unflushed:
+            return []
+        self._unflushed = False
+        for manager in self.managers:
+            manager.flush()
+        return [manager.take_transfers() for manager in self.managers]
 
     # When things go wrong, and when weights change
 

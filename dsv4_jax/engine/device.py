@@ -126,22 +126,26 @@ class DeviceExecutor:
             top=self._top if any(asked) else 0,
             routed_experts=any(row.prompt.routed_experts for row in rows),
             masked=len(masks) > 0,
+            draws=False,
             implementation=self._implementation,
         )
         # Tokens of the call before as negative numbers: one array to send.
         tokens = np.where(work.source >= 0, -1 - work.source, work.tokens).astype(np.int32)
-        arrays = [tokens, self._before, self._sampling(work, shape.sequences)]
+        arrays = [tokens, self._before]
+        if draws := work.draws or any(row.sampling is not None and not _is_plain(row.sampling) for row in rows):
+            arrays.append(self._sampling(work, shape.sequences))
         if self.shapes.drafts:
             drafts = np.zeros((len(work.rows), shape.sequences), np.int32)
             for i, some in enumerate(work.rows):
                 drafts[i, : len(some)] = [row.drafts for row in some]
-            arrays += [drafts.reshape(-1), self._lengths]
+            arrays[2:2] = [drafts.reshape(-1), self._lengths]
             steps = work.steps if work.kind == "decode" else 0
             function, more = _verify, dict(width=self.shapes.drafts, steps=steps)
         elif work.kind == "decode":
             function, more = _decode, dict(steps=work.steps)
         else:
             function, more = _mixed, {}
+        options["draws"] = draws
         arrays += [*masks, *counts]
         step = self._placement.compiled(
             function,
@@ -211,10 +215,13 @@ class DeviceExecutor:
         return [self._counts]
 
     def move(self, transfers: Sequence[Transfers]) -> None:
-        if self.host is None or not any(transfers):
+        if not any(transfers):
             return
         stages: Any = transfers[0] if len(transfers) == 1 else stack_transfers(transfers)
-        self.cache, self.host = run_transfers(self.cache, self.host, stages)
+        if self.host is None:  # between slots and blocks
+            self.cache, _ = run_transfers(self.cache, None, stages)
+        else:
+            self.cache, self.host = run_transfers(self.cache, self.host, stages)
 
     def poll(self, *, idle: bool) -> bool:
         """Goes on with storage, beside the steps. Whether something is under way there."""
@@ -394,14 +401,17 @@ def _fed(tokens: jax.Array, before: jax.Array) -> jax.Array:
     return jnp.where(tokens < 0, before[jnp.maximum(-1 - tokens, 0)], tokens)
 
 
-def _how(packed: jax.Array, rest: Sequence[jax.Array], masked: bool, asked: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of `sample_step` and those like it."""
-    return dict(
-        sampling=packed,
-        masks=rest[0] if masked else None,
-        counts=rest[masked] if len(rest) > masked else None,
-        **asked,
-    )
+def _is_plain(sampling: Sampling) -> bool:
+    """Whether it takes the likeliest token, by the logits as they are."""
+    return sampling.greedy and not sampling.penalised
+
+
+def _how(rest: Sequence[jax.Array], draws: bool, masked: bool, asked: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `sample_step` and those like it: `rest` are settings, masks and counts, those that are there."""
+    left = [*rest]
+    sampling = left.pop(0) if draws else None
+    masks = left.pop(0) if masked else None
+    return dict(sampling=sampling, masks=masks, counts=left.pop(0) if left else None, **asked)
 
 
 def _score(
@@ -417,13 +427,13 @@ def _mixed(
     plan: PackedPlan,
     tokens: jax.Array,
     before: jax.Array,
-    packed: jax.Array,
     *rest: jax.Array,
+    draws: bool,
     masked: bool,
     **asked: Any,
 ) -> tuple[Sampled, None, jax.Array, None, KVCache]:
     """One step, and each row's next token."""
-    how = _how(packed, rest, masked, asked)
+    how = _how(rest, draws, masked, asked)
     sampled, cache = sample_step(params, cache, plan, _fed(tokens, before), **how)
     return _shaped(sampled, lambda x: x[:, None, None]), None, sampled.tokens, None, cache
 
@@ -434,14 +444,14 @@ def _decode(
     plan: PackedPlan,
     tokens: jax.Array,
     before: jax.Array,
-    packed: jax.Array,
     *rest: jax.Array,
     steps: int,
+    draws: bool,
     masked: bool,
     **asked: Any,
 ) -> tuple[Sampled, None, jax.Array, None, KVCache]:
     """K decode steps."""
-    how = _how(packed, rest, masked, asked)
+    how = _how(rest, draws, masked, asked)
     sampled, cache = decode_loop(params, cache, plan, _fed(tokens, before), steps, **how)
     last = sampled.tokens[-1]
     sampled = sampled._replace(experts=_first(sampled.experts))
@@ -454,18 +464,18 @@ def _verify(
     plan: PackedPlan,
     tokens: jax.Array,
     before: jax.Array,
-    packed: jax.Array,
     drafts: jax.Array,
     lengths: jax.Array,
     *rest: jax.Array,
     width: int,
     steps: int,
+    draws: bool,
     masked: bool,
     **asked: Any,
 ) -> tuple[Sampled, jax.Array, jax.Array, jax.Array, KVCache]:
     """K steps of decodes with drafts, [B, K, 1 + width] tokens, of which [B, K] are kept; or, for `steps` = 0, one
     step of any kind. `lengths`: [B], of the rows of the call before, where the decodes fed from there begin."""
-    how, given, tokens = _how(packed, rest, masked, asked), tokens, _fed(tokens, before)
+    how, given, tokens = _how(rest, draws, masked, asked), tokens, _fed(tokens, before)
     step = plan.unpack()
     start = jnp.asarray(step.seq_start)
     if steps:

@@ -128,7 +128,8 @@ class Engine:
             max_context: with bytes: tokens of one request (default: what the requests can reach at once).
             host: bytes of the host tier, or a `HostSize` of each data shard (default: none).
             stores: of blocks and of snapshots, `AsyncStore` each; needs a host tier and `weights_id`.
-            policy: a `CachePolicy`; None: nothing stays cached (default: `CachePolicy()`).
+            policy: a `CachePolicy`; None: nothing stays cached (default: one with states in blocks, so that no share is
+                set aside for them; along a pool axis `CachePolicy()`).
             weights_id: names the weights.
             events: of each data shard an `EventLog`.
             mesh, pool: the devices, and whether those that share the heads share each request's blocks, too.
@@ -384,6 +385,8 @@ class Engine:
             work = core.plan(began)
             if work is not None:
                 self._under_way.append(executor.send(work))
+            elif not self._under_way and (transfers := core.flush()):
+                executor.move(transfers)
             busy = self._poll(idle=work is None)
             self._tell(core.drain())
             self._turn_s = self._clock() - began

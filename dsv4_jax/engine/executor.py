@@ -57,6 +57,7 @@ class Work:
             that call had drafts, the row goes on from where it ended: the plan has the furthest place that may be.
         rows: of each data shard, in the plan's order.
         targets: of "score", [shards * T] int32: the token after each; -1: there is none. Else None.
+        draws: whether to run what can draw, though no row does: to compile it.
         masks: row (counted over all shards) -> uint32 [words] of the tokens that it may sample.
     """
 
@@ -69,6 +70,7 @@ class Work:
     rows: Sequence[Sequence[Row]]
     masks: dict[int, np.ndarray]
     targets: np.ndarray | None = None
+    draws: bool = False
 
 
 class Drawn(NamedTuple):

@@ -43,6 +43,8 @@ def drive(core: Core, executor: Executor, *, clock: Callable[[], float] = time.m
         work = core.plan(clock())
         if work is not None:
             under_way.append((_fed(work), executor.send(work)))
+        else:
+            executor.move(core.flush())
         busy = poll is not None and poll(idle=work is None)
         if work is not None and len(under_way) < core.depth:
             continue
@@ -55,6 +57,7 @@ def drive(core: Core, executor: Executor, *, clock: Callable[[], float] = time.m
             time.sleep(1e-3)
         elif not core.idle:
             raise core.problem or EngineError("nothing can be planned, and no call is under way")
+    executor.move(core.flush())
 
 
 def _fed(work: Work) -> int:

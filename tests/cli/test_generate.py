@@ -145,6 +145,43 @@ def test_answers_are_those_of_the_model(checkpoint, tmp_path, capsys, monkeypatc
     assert " tokens of prompts (" in err and "first token after" in err
 
 
+@pytest.mark.slow
+def test_what_was_computed_is_found_in_the_next_run(checkpoint, tmp_path, capsys):
+    """In a folder; and a cache too small for all makes them take turns. The answers are the same."""
+    text = np.random.default_rng(3).integers(2, 300, 70).tolist()
+    texts = [",".join(map(str, text[:n])) for n in (70, 65, 60)]
+    options = [
+        "--block-tokens",
+        "16",
+        "--kv-format",
+        "f32",
+        "--index-format",
+        "f32",
+        "--max-new-tokens",
+        "40",
+        "--json",
+    ]
+    options += ["--stop-tokens", "none", "--logprobs", "2"]
+    bytes_ = CacheLayout(CFG, "f32", "f32", block_tokens=16).total_bytes(CacheSize(13, 3, 7, num_snapshots=4))
+
+    def report(prompts, *more):
+        argv = generate(checkpoint, *[word for prompt in prompts for word in ("--tokens", prompt)])
+        assert main([*argv, *options, *more]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    stored = ["--host-memory", "64MiB", "--store", str(tmp_path / "kept")]
+    first, second = report(texts[:1], *stored), report(texts[:1], *stored)
+    assert (first["cached_tokens"], second["cached_tokens"]) == (0, 64)
+    assert first["answers"][0]["tokens"] == second["answers"][0]["tokens"]
+    tight, roomy = report(texts, "--cache-memory", f"{bytes_ / 1024}KiB"), report(texts)
+    assert tight["preemptions"] > 0 == roomy["preemptions"] and tight["cached_tokens"] > 0
+    assert [a["tokens"] for a in tight["answers"]] == [a["tokens"] for a in roomy["answers"]]
+    answer = tight["answers"][0]
+    assert len(answer["logprobs"]) == len(answer["top"]) == 40
+    likeliest = [max(top.values()) for top in answer["top"]]
+    assert np.allclose(answer["logprobs"], likeliest, atol=1e-5), "greedy"
+
+
 def test_one_prompt_streams(checkpoint, script, capsys, monkeypatch):
     shown = []
     monkeypatch.setattr("dsv4_jax.cli.answers._write", shown.append)
@@ -289,6 +326,9 @@ def test_refusals(checkpoint, capsys, tmp_path, monkeypatch):
         (["--tokens", "1", "--devices", "8"], "--devices, --tensor: 4 experts do not divide by 8 devices"),
         (["--tokens", "1", "--tensor", "2"], "--tensor: 1 devices do not divide by 2"),
         (["--tokens", "1", "--implementation", "cuda"], "--implementation: ", "cuda", "cannot run"),
+        (["--tokens", "1", "--store", "x"], "--store: what is kept goes there from --host-memory"),
+        (["--tokens", "1", "--host-memory", "1GiB"], "--host-memory: without --prefix-caching"),
+        (["--tokens", "1", "--prefix-caching", "--host-memory", "2000"], "--host-memory: "),
         (["--tokens", "1", "--pool"], "--pool: blocks are shared by devices that share the heads"),
     ):
         refused(capsys, generate(checkpoint, *argv), *parts)
