@@ -19,7 +19,7 @@ import numpy as np
 from harness import Recorder, cpu_name, parser
 
 from dsv4_jax import CacheLayout, CacheSize, DSV4Config, KVCacheManager
-from dsv4_jax.manager import CachePolicy
+from dsv4_jax.manager import CachePolicy, Request
 from dsv4_jax.manager.allocator import BlockAllocator
 from dsv4_jax.manager.prefix.hashing import BlockHasher, HashSpec, Namespace
 from dsv4_jax.manager.prefix.node import Node, Tier
@@ -37,6 +37,10 @@ REQUIRED = {  # at least (>) or at most (<)
     "the same, admission of a list of ints, whole": ("<", 4.0),
     "plan_step, 256 decodes, no caching: best": ("<", 300.0),
     "plan_step, 256 decodes, caching: best": ("<", 300.0),
+    "a step of 16 decodes": ("<", 100.0),
+    "a step of 63 decodes and a chunk of 512": ("<", 430.0),
+    "a step of 10,000 decodes": ("<", 5000.0),
+    "a chunk of 512 beside 10,000 live requests": ("<", 3000.0),
     "one eviction of 1 M nodes, CPU time: removed": ("<", 20.0),
     "one eviction of 1 M nodes, CPU time: moved to the host": ("<", 20.0),
     "100 prompts at once that share 20,000 tokens: computed": ("<", 45_000),
@@ -272,6 +276,49 @@ def planning(caching: bool, steps: int = 512) -> Results:
     return results | {(f"plan_step, {kind}: median", "us"): float(np.median(parts["plan_step"])) * 1e6}
 
 
+def serving() -> Results:
+    """What a whole step costs, from `schedule` to `plan_tokens`: of few decodes, with a chunk beside, and of many.
+
+    CPU time: with ten thousand requests a step takes long enough to be interrupted.
+    """
+
+    def step(decodes: int, chunk: int, live: int, runs: int) -> float:
+        size = CacheSize(2 * max(decodes, live) + 2000, max(decodes, live) + 1, 64, 100)
+        manager = KVCacheManager(FLASH, size, policy=CachePolicy())
+        for i in range(max(decodes, live)):
+            manager.admit_request([i % 1000, i // 1000, *range(18)])
+        while scheduled := manager.schedule(8192):
+            manager.plan_step(scheduled)
+        prompt: Request | None = None
+        shape = manager.pinned_shape(decodes + 1, max(decodes + 1, 2048) if chunk else None)
+        times = []
+        gc.disable()
+        for token in range(runs):
+            for request in manager.requests[:decodes]:
+                request.tokens.append(token)
+            if chunk and (prompt is None or not prompt.num_pending):
+                if prompt is not None:
+                    manager.release_request(prompt)
+                prompt = manager.admit_request([token] * 4000)
+            start = time.thread_time()
+            scheduled = manager.schedule(decodes + chunk, shape=shape, max_chunk=chunk or None)
+            plan = manager.plan_step(scheduled, shape=shape)
+            manager.take_transfers()
+            manager.plan_tokens(plan)
+            times.append(time.thread_time() - start)
+            assert len(scheduled) == decodes + bool(chunk)
+        gc.enable()
+        return min(times) * 1e6
+
+    return {
+        ("a step of 16 decodes", "us"): step(16, 0, 0, 200),
+        ("a step of 63 decodes and a chunk of 512", "us"): step(63, 512, 0, 100),
+        ("a step of 256 decodes", "us"): step(256, 0, 0, 60),
+        ("a step of 10,000 decodes", "us"): step(10_000, 0, 0, 10),
+        ("a chunk of 512 beside 10,000 live requests", "us"): step(0, 512, 10_000, 20),
+    }
+
+
 def main() -> None:
     """Runs the command line."""
     command = parser(__doc__)
@@ -285,6 +332,7 @@ def main() -> None:
         "admitting": admitting,
         "sharing": sharing,
         "pooling": pooling,
+        "serving": serving,
         "planning": lambda: planning(False) | planning(True),
         "evicting": lambda: evicting(nodes, "remove") | evicting(nodes, "write_back"),
     }

@@ -5,12 +5,14 @@ NumPy, no jax.
 
 from __future__ import annotations
 
+from array import array
 from typing import NamedTuple
 
 import numpy as np
 
 from ..plan import StepPlan
 from .request import Request
+from .request_tokens import TokenIds
 from .step_shape import StepShape
 
 __all__ = ["Batch"]
@@ -25,6 +27,11 @@ class Batch(NamedTuple):
         longest: the largest of the counts, 0 if there is none.
         arrays: slots, starts, counts, limits, blocks held and blocks tabled, [B] int64 each.
         restored: those that start from a snapshot in this step.
+        copied: those that are forks, and were in no step before.
+        ids, histories: their `ids` and `history`, if every sequence has one token.
+        slots: the plan's `seq_slot`, by which it is known again.
+        quiet: steps that follow in which nothing happens but one more token of each sequence.
+        carried: whether the plan has table entries or copies.
         decode: the pinned shape and the plan of the step before, if every sequence had one token in it.
     """
 
@@ -34,20 +41,26 @@ class Batch(NamedTuple):
     scheduled: list[tuple[Request, int]]
     arrays: tuple[np.ndarray, ...]
     restored: list[Request]
+    copied: list[Request]
+    ids: list[TokenIds]
+    histories: list[array[int]]
     decode: tuple[StepShape, StepPlan] | None = None
+    slots: np.ndarray | None = None
+    quiet: int = 0
+    carried: bool = True
 
     @classmethod
-    def of(cls, requests: list[Request], counts: list[int]) -> Batch:
-        columns = (
-            [r.slot for r in requests],
-            [r.num_cached for r in requests],
-            counts,
-            [r.max_tokens for r in requests],
-            [len(r.blocks) for r in requests],
-            [r.num_tabled for r in requests],
-        )
-        # One list each: the fastest way from objects to arrays that was found.
-        arrays = tuple(np.fromiter(values, np.int64, len(values)) for values in columns)
+    def of(cls, requests: list[Request], counts: list[int], table: np.ndarray) -> Batch:
+        """`table`: of the book's `counts`."""
+        # A list each: the fastest way from objects to arrays that was found.
+        slots = np.array([r.slot for r in requests], np.int64)
+        rows = table[slots].T
+        held = np.array([len(r.blocks) for r in requests], np.int64)
+        arrays = (slots, rows[0], np.array(counts, np.int64), rows[6], held, rows[1])
         restored = [r for r in requests if r.restores is not None]
+        copied = [r for r in requests if r.forked is not None]
         scheduled = list(zip(requests, counts, strict=True))
-        return cls(requests, counts, max(counts, default=0), scheduled, arrays, restored)
+        longest = max(counts, default=0)
+        decodes = requests if longest == 1 else []
+        ids, histories = [r.ids for r in decodes], [r.history for r in decodes]
+        return cls(requests, counts, longest, scheduled, arrays, restored, copied, ids, histories)

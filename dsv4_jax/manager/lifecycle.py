@@ -224,7 +224,7 @@ class Lifecycle:
             tree.snapshots.unpin(request.restores)
         self._publisher.forget(request)
         self._steps.forget_batch()
-        del self._book.live[request.slot]
+        self._book.leave(request)
         request.num_scheduled = request.loop = request.num_tabled = request.reserved = 0
         self._steps.newcomers.forget(request)
         request.torn, request.earlier, request.wanted = -1, [], []

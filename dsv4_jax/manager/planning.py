@@ -66,10 +66,10 @@ def build_plan(
     needed = step.shape(
         layout, table_entries=0, slot_copies=len(slot_copies), block_copies=len(block_copies), steps=steps
     )
-    # Room for entries is reserved in a shape, not needed by a plan.
-    needed = dataclasses.replace(needed, table_entries=len(table_entries))
     for name in _SIZES:
-        need, have = getattr(needed, name), getattr(shape, name)
+        # Room for entries is reserved in a shape, not needed by a plan.
+        need = len(table_entries) if name == "table_entries" else getattr(needed, name)
+        have = getattr(shape, name)
         if need > have:
             raise PlanError(f"the step needs {name}={need}, its shape has {name}={have}")
     groups = np.full((shape.groups, shape.group_length), shape.tokens, np.int32)

@@ -62,6 +62,11 @@ class Publisher:
             return placement
         return dataclasses.replace(placement, end_of_prompt=True, end_of_output=False)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request may have blocks to publish."""
+        return not self._dirty and not self.replaced
+
     def mark(self, request: Request) -> None:
         """The request may have filled blocks: `commit` looks at it."""
         if request.hasher is not None:

@@ -8,13 +8,15 @@ from array import array
 from collections.abc import Hashable, Sequence
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 from ..checks import as_int, shown
 from ..errors import PlanError, RequestError
 from .prefix.hashing import BlockHasher
 from .prefix.node import Node, S
 from .request_tokens import TokenIds
 
-__all__ = ["Parked", "Request", "RequestRef", "RequestState", "Reuse"]
+__all__ = ["Counts", "Parked", "Request", "RequestRef", "RequestState", "Reuse"]
 
 Reuse = Literal["output", "prompt"]
 
@@ -46,6 +48,36 @@ class Parked(NamedTuple):
     first_block: int
     blocks: list[int]
     state: list[int]
+
+
+CELLS = 7  # of a request in `Counts`
+
+
+class Counts:
+    """What changes of many requests in every step, for all of them at once: a row each."""
+
+    __slots__ = ("cells",)
+
+    def __init__(self, rows: int):
+        self.cells = array("q", bytes(8 * CELLS * rows))
+
+    @property
+    def table(self) -> np.ndarray:
+        """A view, [rows, 7] int64: `num_cached`, `num_tabled`, `num_scheduled`, `loop`, `last_step`, `started`,
+        `max_tokens`."""
+        return np.frombuffer(self.cells, np.int64).reshape(-1, CELLS)
+
+
+def _cell(index: int) -> property:
+    """An attribute of a request that stands in this column of its row."""
+
+    def get(self: Request) -> int:
+        return self._cells[self._at + index]
+
+    def change(self: Request, value: int) -> None:
+        self._cells[self._at + index] = value
+
+    return property(get, change)
 
 
 @dataclasses.dataclass(eq=False, slots=True, repr=False)
@@ -107,22 +139,16 @@ class Request:
     ids: TokenIds
     history: array[int] = dataclasses.field(default_factory=lambda: array("I"))
     num_prompt: int = 0
-    num_cached: int = 0
     num_hit: int = 0
     junction: int = 0
     blocks: list[int] = dataclasses.field(default_factory=list)
-    num_tabled: int = 0
     reserved: int = 0
-    num_scheduled: int = 0
-    loop: int = 0
     earlier: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     wanted: list[int] = dataclasses.field(default_factory=list)
     looked_up: int = 0
     torn: int = -1
     kept_from: int = 0
-    started: int = 0
     left_by: int = 0
-    last_step: int = 0
     epoch: int = 0
     state: RequestState = RequestState.LIVE
     forked: tuple[Hashable, int] | None = None
@@ -135,6 +161,22 @@ class Request:
     attached: list[Node] = dataclasses.field(default_factory=list)
     parked: Parked | None = None
     reuse: Reuse = "output"
+    _cells: array[int] = dataclasses.field(default_factory=lambda: Counts(1).cells)
+    _at: int = 0
+
+    num_cached = _cell(0)
+    num_tabled = _cell(1)
+    num_scheduled = _cell(2)
+    loop = _cell(3)
+    last_step = _cell(4)
+    started = _cell(5)
+
+    def move_counts(self, cells: array[int], row: int) -> None:
+        """Its counts are in this row of these from now on."""
+        here = self._cells[self._at : self._at + CELLS - 1]
+        here.append(self.max_tokens)
+        self._cells, self._at = cells, row * CELLS
+        cells[self._at : self._at + CELLS] = here
 
     @property
     def tokens(self) -> list[int]:

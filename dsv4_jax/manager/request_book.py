@@ -1,14 +1,16 @@
-"""Which requests there are: live ones by slot, live and preempted ones by id. Pure Python."""
+"""Which requests there are: live ones by slot, live and preempted ones by id. Pure Python + numpy."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
+
+import numpy as np
 
 from ..checks import shown
 from ..errors import RequestError
 from .prefix.node import Node
-from .request import Request, RequestRef, RequestState
+from .request import Counts, Request, RequestRef, RequestState
 from .request_tokens import Edits, TokenIds
 
 __all__ = ["RequestBook"]
@@ -21,6 +23,7 @@ class RequestBook:
         live: by slot, in the order they became live.
         ids: live and preempted requests by id, in the order they were admitted.
         generation: how often the book was cleared.
+        counts: of the live requests, by slot.
         edits: whether `tokens` of a request were changed, other than by appending, since `settle_changes`.
     """
 
@@ -29,12 +32,29 @@ class RequestBook:
         self.ids: dict[Hashable, Request] = {}
         self.generation = 0
         self.edits = Edits()
+        self.counts = Counts(1)
         self._last_id = self._last_epoch = 0
+        self._changes = 0  # of `live`
+        self._requests: tuple[int, tuple[Request, ...]] = 0, ()  # of `live`, after so many changes
+        self._columns: tuple[object, np.ndarray, list[TokenIds]] = None, np.zeros(0, np.int64), []  # of these
 
     @property
     def requests(self) -> tuple[Request, ...]:
         """The live requests, in the order they became live."""
-        return tuple(self.live.values())
+        changes, (seen, requests) = self._changes, self._requests
+        if seen != changes:  # another thread may ask while one comes or goes: what it finds is for its number only
+            requests = tuple(self.live.values())
+            self._requests = changes, requests
+        return requests
+
+    def columns(self, requests: Sequence[Request]) -> tuple[np.ndarray, list[TokenIds]]:
+        """Slots and ids of these requests: at no cost of all, if it was asked since one came or went."""
+        if requests is self._requests[1] and requests is self._columns[0]:
+            return self._columns[1:]
+        slots, ids = np.array([r.slot for r in requests], np.int64), [r.ids for r in requests]
+        if requests is self._requests[1]:
+            self._columns = requests, slots, ids
+        return slots, ids
 
     @property
     def preempted(self) -> tuple[Request, ...]:
@@ -129,10 +149,23 @@ class RequestBook:
             ids,
             num_prompt=len(tokens),
             epoch=self._last_epoch,
-            started=started,
         )
-        self.live[slot] = self.ids[request_id] = request
+        request.started = started
+        self.ids[request_id] = request
+        self._enter(request)
         return request
+
+    def _enter(self, request: Request) -> None:
+        """It is live in its slot."""
+        request.move_counts(self.counts.cells, request.slot)
+        self.live[request.slot] = request
+        self._changes += 1
+
+    def leave(self, request: Request) -> None:
+        """It gives up its slot."""
+        request.move_counts(Counts(1).cells, 0)
+        del self.live[request.slot]
+        self._changes += 1
 
     def preempt(self, request: Request) -> None:
         """It has given up its slot, and may come back."""
@@ -143,17 +176,25 @@ class RequestBook:
     def resume(self, request: Request, started: int) -> None:
         """It is live again, in the slot that it has now."""
         request.started = started
-        self.live[request.slot], request.state = request, RequestState.LIVE
+        self._enter(request)
+        request.state = RequestState.LIVE
 
     def remove(self, request: Request) -> None:
         """Takes a request out that has ended."""
         del self.ids[request.id]
         request.state = RequestState.RELEASED
 
+    def resize(self, slots: int) -> None:
+        """There are slots up to this one from now on; no request is live."""
+        self.counts = Counts(1 + slots)
+
     def clear(self) -> None:
         """All have ended. Ids and epochs go on from where they were."""
+        for request in self.live.values():
+            request.move_counts(Counts(1).cells, 0)
         for request in self.ids.values():
             request.blocks, request.nodes, request.restores, request.parked = [], [], None, None
             request.state = RequestState.RELEASED
         self.generation += 1
         self.live, self.ids = {}, {}
+        self._changes += 1

@@ -1,19 +1,27 @@
-"""Which tokens of which requests a step computes: decodes first, then prefill chunks. Pure Python."""
+"""Which tokens of which requests a step computes: decodes first, then prefill chunks. Pure Python + numpy."""
 
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
+from ..checks import INT32_MAX
 from ..layout import CacheLayout
+from .batch import Batch
 from .newcomers import Newcomers, Room
 from .request import Request
+from .request_book import RequestBook
 from .step_shape import StepShape
 
 __all__ = ["Scheduled", "StepRoom", "room_of", "schedule"]
 
 Scheduled = tuple[Request, int]  # a request, and how many of its tokens the step computes
 _PLENTY = 1 << 60
+_NOBODY = np.zeros(0, np.int64)
+_MANY = 128  # requests from which on arrays are faster than a loop
 
 
 @dataclasses.dataclass(slots=True)
@@ -41,10 +49,12 @@ class StepRoom:
     groups: int = _PLENTY
 
 
-def room_of(layout: CacheLayout, shape: StepShape, room: StepRoom) -> StepRoom:
-    """What a step of this shape may use of `room` (tokens, sequences and blocks)."""
+def room_of(shape: StepShape, room: StepRoom, fits: StepShape, drafts: int) -> StepRoom:
+    """What a step of this shape may use of `room` (tokens, sequences and blocks).
+
+    `fits`: the shape that `StepShape.bound` makes for so many. `drafts`: `draft_tokens` of the layout.
+    """
     sequences, tokens = min(room.sequences, shape.sequences), min(room.tokens, shape.tokens)
-    fits = StepShape.bound(layout, max(sequences, 1), max(tokens, 1), columns=1)
     return StepRoom(
         tokens,
         sequences,
@@ -53,7 +63,7 @@ def room_of(layout: CacheLayout, shape: StepShape, room: StepRoom) -> StepRoom:
         shape.slot_copies,
         shape.columns,
         min(
-            shape.tokens if shape.history else 1 + layout.draft_tokens,
+            shape.tokens if shape.history else 1 + drafts,
             _PLENTY if shape.group_length >= fits.group_length else shape.group_length,
         ),
         # Every step of so many sequences and tokens has room for them in a shape made by `bound`: nothing to count.
@@ -67,6 +77,8 @@ def schedule(
     requests: Sequence[Request],
     room: StepRoom,
     *,
+    book: RequestBook,
+    last: Batch | None,
     max_chunk: int,
     next_stop: Callable[[Request, int, int], int],
     ahead_of: int = 0,
@@ -77,25 +89,26 @@ def schedule(
     Args:
         requests: in the order in which they became live.
         room: that the step has.
+        book: of the manager.
+        last: the sequences of the step before, if they still are what they were then.
         next_stop: `(request, start, stop)`: where a chunk should end, for its state to be kept there.
         newcomers: matches requests again before their first chunk, and knows which of them wait for others.
         ahead_of: number of the step that is under way: requests whose next token it draws are offered that token, too.
     """
-    waiting = [(request, len(request.ids) - request.num_cached) for request in requests]
-    if ahead_of:
-        waiting = [(r, 1 if pending < 1 and r.last_step == ahead_of > r.started else pending) for r, pending in waiting]
-    decodes = sorted([pair for pair in waiting if pair[1] == 1], key=lambda pair: pair[0].last_step)
-    prefills = [pair for pair in waiting if pair[1] > 1]
     scheduled: list[tuple[Request, int]] = []
     block = layout.block_tokens
     tokens, sequences, entries, copies, blocks = room.tokens, room.sequences, room.entries, room.copies, [*room.blocks]
-    widest, chunk = room.columns * block, min(max_chunk, room.chunk)
+    widest, chunk = min(room.columns, INT32_MAX) * block, min(max_chunk, room.chunk)
     lists = _Lists(layout, room.flushes, room.groups) if min(room.flushes, room.groups) < _PLENTY else None
+    turns = _Turns.of(requests, book, last, ahead_of)
+    prefills = turns.prefills
+    plain = turns.take_plain(block, widest) if lists is None and len(turns.order) <= min(tokens, sequences) else 0
+    tokens, sequences = tokens - plain, sequences - plain
     waits: dict[Request, Request] = {}  # who waits for whom
     served: set[Request] | None = None  # of whom tokens are scheduled, or who wait for such
     if newcomers is not None and prefills:
         prefills, waits = newcomers.arrange(prefills)
-    for request, pending in (*decodes, *prefills):  # locals: hundreds of sequences pass here
+    for request, pending in (*turns.each(), *prefills):  # locals: hundreds of sequences pass here
         if not tokens or not sequences:
             break
         start, tabled = request.num_cached, request.num_tabled
@@ -106,14 +119,15 @@ def schedule(
                 sequences -= 1
             continue
         if newcomers is not None and pending > 1:
-            served = {r for r, _ in scheduled} if served is None else served
+            if served is None:
+                served = {r for r, _ in turns.merged(scheduled)} if waits else set()
             if waits.get(request) in served:
                 served.add(request)
                 continue
             if request.last_step <= request.started:
                 promised = [had - left for had, left in zip(newcomers.available, blocks, strict=True)]
                 most = Room(room.blocks, min(room.entries, room.columns), room.copies)
-                if not newcomers.begin(request, most, Room(blocks, entries, copies)) and scheduled:
+                if not newcomers.begin(request, most, Room(blocks, entries, copies)) and (scheduled or plain):
                     break  # it finds more than there is room for now: it comes next
                 if request.num_cached != start:
                     blocks = [has - gone for has, gone in zip(newcomers.available, promised, strict=True)]
@@ -147,7 +161,101 @@ def schedule(
                 lists.take(start, stop)
         elif pending > 1:
             break  # chunks are first come, first served: none overtakes one that lacks blocks
-    return scheduled
+    return turns.merged(scheduled) if plain else scheduled
+
+
+@dataclasses.dataclass(slots=True)
+class _Turns:
+    """Who has tokens to compute: decodes by the turns they take, then all others.
+
+    Of many requests this is found out for all at once, of a few one by one, which is faster.
+
+    Attributes:
+        order: of the decodes of many requests, as indices of `requests`.
+        decodes: those that are looked at one by one: all, but for those that `take_plain` has taken.
+        prefills: requests with several tokens to compute, and how many.
+        rows: what the book counts of each request; None: they are few.
+    """
+
+    requests: Sequence[Request]
+    order: np.ndarray
+    prefills: list[Scheduled]
+    rows: np.ndarray | None
+    last: Batch | None
+    decodes: list[Scheduled] = dataclasses.field(default_factory=list)
+    same: bool = False  # whether they are those of the step before, in this order
+    _plain: np.ndarray | None = None  # of the decodes in order: whether they are
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], book: RequestBook, last: Batch | None, ahead_of: int) -> _Turns:
+        if len(requests) < _MANY:
+            pending = [len(request.ids) - request.num_cached for request in requests]
+            if ahead_of:
+                pending = [
+                    1 if count < 1 and r.last_step == ahead_of > r.started else count
+                    for r, count in zip(requests, pending, strict=True)
+                ]
+            decodes = [pair for pair in zip(requests, pending, strict=True) if pair[1] == 1]
+            if len(decodes) > 1:
+                decodes.sort(key=lambda pair: pair[0].last_step)
+            prefills = [pair for pair in zip(requests, pending, strict=True) if pair[1] > 1]
+            return cls(requests, _NOBODY, prefills, None, last, decodes)
+        same = last is not None and len(last.ids) == len(last.requests) == len(requests)
+        if last is not None and same and (same := all(map(operator.is_, last.requests, requests))):
+            slots, ids = last.arrays[0], last.ids
+        else:
+            slots, ids = book.columns(requests)
+        rows = book.counts.table[slots]
+        counts = np.fromiter(map(len, ids), np.int64, len(ids)) - rows[:, 0]
+        if ahead_of:
+            counts[(counts < 1) & (rows[:, 4] == ahead_of) & (rows[:, 5] < ahead_of)] = 1
+        ones = np.flatnonzero(counts == 1)
+        turns = rows[ones, 4]
+        if turns.size and turns.min() < turns.max():
+            ones = ones[np.argsort(turns, kind="stable")]
+        more = np.flatnonzero(counts > 1)
+        prefills = [(requests[i], count) for i, count in zip(more.tolist(), counts[more].tolist(), strict=True)]
+        return cls(requests, ones, prefills, rows, last, same=same)
+
+    def take_plain(self, block: int, widest: int) -> int:
+        """Takes the decodes within their last block, which need nothing: how many. There is room for all of them."""
+        if self.rows is None:
+            return 0
+        rows = self.rows[self.order]
+        within = rows[:, 0] < rows[:, 1] * block
+        plain = within & (rows[:, 0] < np.minimum(rows[:, 6], widest))
+        if not plain.all():
+            here = plain | ~within  # the others have come to an end
+            self.order, plain = self.order[here], plain[here]
+        self._plain = plain
+        self.decodes = [(self.requests[i], 1) for i in self.order[~plain].tolist()]
+        return int(np.count_nonzero(plain))
+
+    def each(self) -> list[Scheduled]:
+        """The decodes one by one."""
+        if self.rows is None or self._plain is not None:
+            return self.decodes
+        return [(self.requests[i], 1) for i in self.order.tolist()]
+
+    def merged(self, scheduled: list[Scheduled]) -> list[Scheduled]:
+        """These, which were looked at one by one, and those that `take_plain` has taken, in order."""
+        if self._plain is None:
+            return scheduled
+        chosen = {request for request, _ in scheduled}
+        others = np.flatnonzero(~self._plain).tolist()
+        lost = [i for i, (request, _) in zip(others, self.decodes, strict=True) if request not in chosen]
+        order = np.delete(self.order, lost) if lost else self.order
+        return [*self._pairs(order), *scheduled[len(others) - len(lost) :]]
+
+    def _pairs(self, order: np.ndarray) -> list[Scheduled]:
+        """The decodes; those of the step before if they are the same."""
+        count, last = len(order), self.last
+        if last is not None and len(last.requests) >= count and (last.arrays[2][:count] == 1).all():
+            # In the order of before, too, or looked at one by one.
+            same = self.same and (order == np.arange(count)).all()
+            if same or all(map(operator.is_, last.requests, map(self.requests.__getitem__, order.tolist()))):
+                return last.scheduled[:count]
+        return [(self.requests[i], 1) for i in order.tolist()]
 
 
 def _reach(held: int, blocks: Sequence[int]) -> int:

@@ -6,8 +6,11 @@ anything changes. Pure Python + numpy.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
+import operator
+from array import array
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -57,7 +60,10 @@ class Steps:
         self._on_old_arrays = 0  # stages of the queue that belong before the last resize
         self._layout, self._book, self._cache, self._publisher = layout, book, cache, publisher
         self._batch: Batch | None = None  # of the step planned last
+        self._sound: StepShape | None = None  # the shape that was checked last
+        self._room: tuple[tuple, StepShape] | None = None  # for what the last shape was that `room_of` compared with
         self.newcomers = Newcomers(layout, book, cache, publisher)
+        book.resize(size.num_slots + size.num_snapshots)
 
     def forget_batch(self) -> None:
         """What a live request holds, or how long it is, was changed otherwise than by a step."""
@@ -66,6 +72,8 @@ class Steps:
     def resize(self, size: CacheSize) -> None:
         """Plans are made for a cache of this size from now on."""
         self.size = self.arrays = size
+        self._sound = None
+        self._book.resize(size.num_slots + size.num_snapshots)
         self.forget_batch()
 
     def leave_arrays(self) -> None:
@@ -92,7 +100,7 @@ class Steps:
 
     def check_shape(self, shape: StepShape | None) -> None:
         """Raises `PlanError` unless a shape of counts with no more columns than the block table, or None."""
-        if shape is None:
+        if shape is None or shape is self._sound:
             return
         if not isinstance(shape, StepShape):
             raise PlanError(f"shape must be a StepShape or None, got {type(shape).__name__}")
@@ -101,6 +109,7 @@ class Steps:
                 check_integer(f"the shape's {name}", value, 0, INT32_MAX, error=PlanError)
         if shape.columns > self.size.max_blocks_per_request:
             raise PlanError(f"columns={shape.columns}: the table has {self.size.max_blocks_per_request}")
+        self._sound = shape
 
     @property
     def pool_limit(self) -> int:
@@ -141,7 +150,7 @@ class Steps:
         free = StepRoom(*room, self._cache.available_on)
         if shape is not None:
             copies = self._cache.copies
-            free = room_of(self._layout, shape, free)
+            free = room_of(shape, free, self._least(shape, *room), self._layout.draft_tokens)
             free.copies -= len(copies.slots)
             if free.copies < 0 or shape.block_copies < len(copies.blocks):
                 return []  # no step of this shape can carry the copies that forks wait for
@@ -149,6 +158,8 @@ class Steps:
             self._layout,
             requests,
             free,
+            book=self._book,
+            last=self._batch,
             max_chunk=max_chunk,
             next_stop=self._publisher.next_stop,
             ahead_of=self.num_planned if ahead else 0,
@@ -162,6 +173,13 @@ class Steps:
                     self.check_pool(request.id, request.num_cached + 1)
         return chosen
 
+    def _least(self, shape: StepShape, tokens: int, sequences: int) -> StepShape:
+        """The smallest shape of as many sequences and tokens as such a step may have."""
+        key = (max(min(sequences, shape.sequences), 1), max(min(tokens, shape.tokens), 1))
+        if self._room is None or self._room[0] != key:
+            self._room = key, StepShape.bound(self._layout, *key, columns=1)
+        return self._room[1]
+
     # Planning
 
     def plan(self, scheduled: list[Scheduled], steps: int, shape: StepShape | None, ahead: bool = False) -> StepPlan:
@@ -172,12 +190,14 @@ class Steps:
         self.check_shape(shape)
         batch = self._batch
         again = batch is not None and scheduled == batch.scheduled and (steps == 1 or batch.longest <= 1)
+        if again and steps == 1 and batch.quiet > 0 and self._is_quiet(batch, shape):
+            return self._plan_quietly(batch)
         requests, counts = (batch.requests, batch.counts) if again else self._checked(scheduled, steps, ahead)
         most = 1 + layout.draft_tokens  # tokens of a step that may be cut
         opened = [r for r in requests if r.leaves_open(most)] if ahead and most > 1 else ()
         self._book.settle_changes(requests)
         if not again or publisher.replaced:
-            batch = Batch.of(requests, counts)
+            batch = Batch.of(requests, counts, self._book.counts.table)
         # First what may be refused: nothing changes before it is certain that all of the rest succeeds.
         freed, replaced = publisher.preview()
         slots, starts, lengths, limits, held, tabled = batch.arrays
@@ -231,7 +251,10 @@ class Steps:
         self.num_planned += 1
         arrays = (slots, ends, lengths, limits, np.maximum(held, blocks), np.maximum(tabled, blocks))
         decode = (shape, plan) if shape is not None and batch.longest == 1 else None
-        self._batch = batch._replace(arrays=arrays, restored=[], decode=decode)
+        quiet = self._quiet_steps(arrays) if decode is not None and steps == 1 else 0
+        self._batch = batch._replace(
+            arrays=arrays, restored=[], copied=[], decode=decode, quiet=quiet, slots=plan.seq_slot, carried=True
+        )
         if opened or (steps > 1 and batch.longest > 1):
             self.forget_batch()  # their lengths are not known before they are accepted
         for i, more in added.items():
@@ -246,18 +269,57 @@ class Steps:
                 request.restores = None
         for request in opened:
             request.earlier.append((request.num_scheduled, request.loop))
-        planned = self.num_planned  # a local, as these lines run for every sequence of every step
-        for request, count in zip(requests, counts, strict=True):
-            request.num_scheduled = fresh_tokens = count * steps
-            request.loop = steps
-            request.num_cached += fresh_tokens
-            request.last_step = planned
+        table = self._book.counts.table
+        rows = table[slots]
+        rows[:, 0], rows[:, 2], rows[:, 3], rows[:, 4] = ends, lengths * steps, steps, self.num_planned
+        table[slots] = rows
+        for request in batch.copied:
             request.forked = None
         for i in np.flatnonzero(ends // block > starts // block).tolist() if steps == 1 else range(len(requests)):
             publisher.mark(requests[i])  # of K steps always: only the first one's ids pass `plan_tokens`
         for slot in cache.copies.slots:
             self._book.live[slot].copied = self.num_planned
         cache.end_copies()
+        self.drain()
+        return plan
+
+    def _quiet_steps(self, arrays: tuple[np.ndarray, ...]) -> int:
+        """How many decode steps of the same sequences come before one of them begins, fills or needs a block, or ends.
+
+        0 if that is not worth finding out: one of many does so in nearly every step.
+        """
+        _, starts, _, limits, _, _ = arrays
+        block = self._layout.block_tokens
+        if not 0 < len(starts) <= block:
+            return 0
+        within = starts % block
+        return int(np.where(within > 0, np.minimum(block - 1 - within, limits - starts), 0).min())
+
+    def _is_quiet(self, batch: Batch, shape: StepShape | None) -> bool:
+        """Whether nothing but the sequences' next tokens has to be in the step."""
+        copies, decode = self._cache.copies, batch.decode
+        idle = not (copies.slots or copies.blocks or self._book.edits.any) and self._publisher.is_idle
+        return idle and decode is not None and (decode[0] is shape or decode[0] == shape)
+
+    def _plan_quietly(self, batch: Batch) -> StepPlan:
+        """Does what `plan` does for a step in which nothing happens but one more token of each sequence."""
+        assert batch.decode is not None
+        shape, before = batch.decode
+        slots, starts, *others = batch.arrays
+        ends = starts + 1
+        plan = next_sequences(self._layout, before, shape, starts, size=self.arrays, steps=1)
+        if batch.carried:  # what the step before has carried
+            plan = with_extras(plan, shape, (), (), ())
+        self._publisher.commit()
+        self.num_planned += 1
+        self._batch = batch._replace(
+            arrays=(slots, ends, *others), decode=(shape, plan), quiet=batch.quiet - 1, carried=False
+        )
+        table = self._book.counts.table
+        rows = table[slots]
+        rows[:, 0], rows[:, 2], rows[:, 3], rows[:, 4] = ends, 1, 1, self.num_planned
+        table[slots] = rows
+        self._cache.end_copies()
         self.drain()
         return plan
 
@@ -354,15 +416,23 @@ class Steps:
     def tokens(self, plan: StepPlan, unknown: int | None = None) -> np.ndarray:
         """Returns the token ids of a plan. See `KVCacheManager.plan_tokens`."""
         out = np.zeros(plan.num_tokens, np.int32)
-        if (decodes := self._note_decodes(plan, unknown)) is not None:
-            out[: len(decodes)] = decodes
+        if (drawn := self._note_decodes(plan, unknown)) is not None:
+            out[: len(drawn)] = drawn
             return out
         ids: list[int] = []
         gaps: list[tuple[int, int]] = []  # what is not known, as places in `ids`
+        decodes: list[array[int]] = []  # the histories of those of which one token is noted
+        noted_here: list[int] = []
+        edited = self._book.edits.any
         fresh: list[tuple[Request, int, int]] = []
         for request, start, count in self._sequences_of(plan):
             history, tokens, stop = request.history, request.ids, start + count
             noted = len(history)
+            if count == 1 and noted == start < len(tokens) and not edited:  # what most are
+                decodes.append(history)
+                noted_here.append(len(ids))
+                ids.append(tokens[start])
+                continue
             if noted >= stop:  # laid out before: what was scheduled does not change any more
                 ids += history[start:stop]
                 continue
@@ -381,8 +451,10 @@ class Steps:
             else:
                 ids += history[start:]
                 ids += tokens[max(start, noted) : stop]
-        self._book.settle_changes([request for request, _, _ in fresh] if self._book.edits.any else ())
+        self._book.settle_changes([request for request, _, _ in fresh] if edited else ())
         out[: len(ids)] = token_ids(ids, self._layout.cfg.vocab_size)  # sequences follow each other, then padding
+        for history, place in zip(decodes, noted_here, strict=True):
+            history.append(ids[place])
         for first, last in gaps:
             assert unknown is not None
             out[first:last] = unknown
@@ -406,25 +478,22 @@ class Steps:
         if batch is None or not self._is_last_decode(plan) or self._book.edits.any:
             return None
         starts = plan.seq_start.tolist()[: len(batch.requests)]
-        histories = [request.history for request in batch.requests]
-        noted = [*map(len, histories)]
-        if unknown is not None and all(len(r.ids) <= start for r, start in zip(batch.requests, starts, strict=True)):
+        noted = [*map(len, batch.histories)]
+        drawn = None
+        if unknown is not None and all(map(operator.le, known := [*map(len, batch.ids)], starts)):
             drawn = np.full(len(starts), unknown, np.int32)
-            if noted == [len(request.ids) for request in batch.requests]:
+            if noted == known:
                 return drawn
-            if noted != [start - 1 for start in starts]:
+            if [length + 1 for length in noted] != known:
                 return None  # what has come since the step before is more than a token of each
-        elif noted == starts:
-            drawn = None
-        else:
+        elif noted != starts:
             return None
         try:
-            ids = [request.ids[place] for request, place in zip(batch.requests, noted, strict=True)]
+            ids = [*map(operator.getitem, batch.ids, noted)]
         except IndexError:
             return None  # some are not known
         checked = token_ids(ids, self._layout.cfg.vocab_size)
-        for history, token in zip(histories, ids, strict=True):
-            history.append(token)
+        collections.deque(map(array.append, batch.histories, ids), maxlen=0)  # in C
         return checked if drawn is None else drawn
 
     def _is_last_decode(self, plan: StepPlan) -> bool:
@@ -437,8 +506,8 @@ class Steps:
 
         Raises `RequestError` if one is gone, `PlanError` for a plan of another cache, or for none.
         """
-        if (batch := self._batch) is not None and self._is_last_decode(plan):
-            return zip(batch.requests, plan.seq_start.tolist(), itertools.repeat(1))
+        if (batch := self._batch) is not None and batch.slots is plan.seq_slot:
+            return zip(batch.requests, plan.seq_start.tolist(), batch.counts, strict=False)
         if isinstance(plan.facts, CacheFacts):
             plan.facts.check(CacheFacts.of(self._layout, self.arrays))
         arrays = (plan.seq_slot, plan.seq_start, plan.seq_count)

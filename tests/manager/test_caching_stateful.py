@@ -15,7 +15,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from dsv4_jax import CacheLayout, CacheSize, DSV4Config, KVCacheManager
 from dsv4_jax.errors import NoFreeSlotError, OutOfBlocksError, RequestError
-from dsv4_jax.manager import CachePolicy, EventLog, HostSize, Namespace, NamespaceShares, SnapshotPlacement, WritePolicy
+from dsv4_jax.manager import (
+    CachePolicy,
+    EventLog,
+    HostSize,
+    Namespace,
+    NamespaceShares,
+    SnapshotPlacement,
+    WritePolicy,
+    scheduling,
+)
 from dsv4_jax.manager.policies import StatePlace
 from dsv4_jax.manager.request import Request, RequestState
 from dsv4_jax.plan import StepPlan
@@ -431,9 +440,10 @@ TestCaching.settings = settings(max_examples=150 if os.environ.get("RUN_SLOW") e
 
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_step_reads_its_own_history(policy: str, drafts: int) -> None:
+def test_every_step_reads_its_own_history(policy: str, drafts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     did: collections.Counter[str] = collections.Counter()
     for seed in range(12):
+        monkeypatch.setattr(scheduling, "_MANY", (1, 128)[seed % 2])
         ranks = (1, 1, 2, 4)[seed % 4] if seed < 8 else 1  # of a pool axis
         states: StatePlace = "slots" if seed < 8 else "blocks"
         more = 0 if seed < 8 else (1 + seed % 4) * state_blocks(LAYOUT)
