@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..capacity import largest_fitting
 from ..errors import OptionError
 from ..layout import CacheLayout, CacheSize
-from ..manager import CachePolicy, SnapshotPlacement, WritePolicy
 from ..records import block_record, snapshot_record
 from .answers import Answer, AnswerPrinter, Speed
 from .options import naming
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from ..engine import Core, Executor
     from ..stores import AsyncStore
 
-__all__ = ["DeviceMemory", "answer", "cache_policy", "choose_size", "open_stores", "shares_a_block", "weights_name"]
+__all__ = ["DeviceMemory", "answer", "choose_size", "open_stores", "shares_a_block", "weights_name"]
 
 _SPARE = 0.1  # of what the weights leave: for what a step computes with
 _RECORDS = 1 << 16  # that each store keeps at most
@@ -90,12 +89,6 @@ def shares_a_block(prompts: Sequence[Sequence[int]], block_tokens: int) -> bool:
     """Whether two prompts have their first block in common, and a token behind it: something to find in a cache."""
     firsts = Counter(tuple(prompt[:block_tokens]) for prompt in prompts if len(prompt) > block_tokens)
     return max(firsts.values(), default=0) > 1
-
-
-def cache_policy(*, stored: bool) -> CachePolicy:
-    """What stays cached of prompts that are all there from the start; `stored`: it goes on to the host at once."""
-    placement = SnapshotPlacement(end_of_output=False, doubling=None)
-    return CachePolicy(WritePolicy.write_through(), placement) if stored else CachePolicy(snapshots=placement)
 
 
 def weights_name(checkpoint: pathlib.Path, form: str) -> str:

@@ -10,9 +10,10 @@ from ..capacity import device_limit, plan_host_capacity
 from ..config import DSV4Config
 from ..errors import OptionError
 from ..hf_config import check_drafts, read_hf
+from ..manager import CachePolicy, SnapshotPlacement
 from ..text import Tokenizer, stop_tokens_of
 from .answers import Answer, AnswerPrinter
-from .engine import DeviceMemory, answer, cache_policy, choose_size, open_stores, shares_a_block, weights_name
+from .engine import DeviceMemory, answer, choose_size, open_stores, shares_a_block, weights_name
 from .models import add_weights, check, default_form, devices_that_hold, load, weight_bytes
 from .options import (
     LATENCY_REQUESTS,
@@ -154,7 +155,7 @@ def run(args: argparse.Namespace) -> int:
             size,
             host=args.host_memory,
             stores=stores,
-            policy=cache_policy(stored=stores is not None) if keeps else None,
+            policy=CachePolicy(snapshots=SnapshotPlacement(end_of_output=False, doubling=None)) if keeps else None,
             weights_id=weights_name(args.checkpoint, form) if stores is not None else None,
             mesh=mesh,
             pool=args.pool,
@@ -177,7 +178,9 @@ def run(args: argparse.Namespace) -> int:
             except KeyboardInterrupt:
                 printer.show_rest()
                 raise
-        executor.drain()
+        if stores is not None:  # what is still on the device goes there as well
+            executor.move(core.sleep())
+            executor.drain()
     cached = core.counts["cached_tokens"]
     say(speed.in_words(answers, cached, mtp and steps == 1))
     report = {
