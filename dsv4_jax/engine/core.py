@@ -158,7 +158,9 @@ class Core:
         """Raises if a prompt can never be answered here. From any thread.
 
         Raises:
-            RequestError: it is no `Prompt`, or a token is no id of the model's vocabulary.
+            RequestError: it is no `Prompt`, a token is no id of the vocabulary, a namespace or an item has a key
+                that is none, or there are more samples than the queue holds.
+            PlanError: an item's position is none.
             ContextLimitError: it and its answer exceed the context limit, or all blocks together.
         """
         if not isinstance(prompt, Prompt):
@@ -166,6 +168,8 @@ class Core:
         tokens = prompt.tokens
         assert isinstance(tokens, np.ndarray)
         check_range(tokens, self.layout.cfg.vocab_size)
+        if prompt.namespace is not None or prompt.items:
+            self.managers[0].digests((), namespace=prompt.namespace, items=prompt.items)
         if prompt.n > self.limits.queued:
             raise RequestError(f"n is {prompt.n}, at most {self.limits.queued} can wait here")
         most = self.limits.new_tokens
@@ -364,8 +368,8 @@ class Core:
                     break
         if self._fetching:
             self._fetched(now)
-        while self._queue and (job := self._next()) is not None:
-            if not self._admit(job, now):
+        while self._queue and any(self._has_room(shard) for shard in range(len(self.managers))):
+            if (job := self._next()) is None or not self._admit(job, now):
                 return
 
     def _fetched(self, now: float) -> None:
@@ -399,12 +403,13 @@ class Core:
                 best = key, job
         return None if best is None else best[1]
 
-    def _has_room(self, shard: int, job: Job) -> bool:
-        """Whether there is a slot, and blocks for it beside one for each live request."""
+    def _has_room(self, shard: int, job: Job | None = None) -> bool:
+        """Whether there is a slot, and blocks for one of the queue, or that was preempted, beside one for each live
+        request."""
         manager, live = self.managers[shard], len(self._live[shard])
         if live >= self.shapes.mixed.sequences or live >= manager.size.num_slots:
             return False
-        known = len(job.request.tokens) if job.request is not None else 1
+        known = len(job.request.tokens) if job is not None and job.request is not None else 1
         blocks = manager.layout.blocks_for(known) + live
         return not live or blocks <= manager.cache.num_available
 

@@ -275,7 +275,8 @@ class DeviceExecutor:
     def update(self, params: Params, donate: bool, fits: Callable[[], object]) -> None:
         """Other weights from now on; `fits` is called when it is sure that they fit, before anything changes.
 
-        Raises `RequestError` if they do not.
+        Raises `RequestError` if they do not. Without `donate` they are all there by then: what the devices raise of
+        them has changed nothing either.
         """
         donate = check_boolean("donate", donate, error=RequestError)
         old, tree = jax.tree.flatten(self.params)
@@ -286,13 +287,17 @@ class DeviceExecutor:
         for name, a, b in zip(names, old, new, strict=True):
             if not hasattr(b, "shape") or (a.shape, a.dtype) != (b.shape, b.dtype):
                 raise RequestError(f"params{name} is {_described(b)}, expected {_described(a)}")
-        fits()
+        if donate:
+            fits()
         placed = []
         for a, b in zip(old, new, strict=True):
             placed.append(jax.device_put(b, a.sharding))
             if donate and a is not b and not a.is_deleted():
                 jax.block_until_ready(placed[-1])
                 a.delete()
+        if not donate:
+            jax.block_until_ready(placed)
+            fits()
         self.params = jax.tree.unflatten(tree, placed)
 
 

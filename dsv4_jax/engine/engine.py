@@ -373,7 +373,9 @@ class Engine:
                 gc.set_threshold(*self._thresholds)
             with self._lock:
                 closed = self._closed or EngineError("the engine is closed")
-            self._empty_inbox()
+            while not self._inbox.empty():
+                with contextlib.suppress(Exception):  # of one call: the others are answered all the same
+                    self._empty_inbox()
             self._fail_all(closed)
 
     def _turn(self) -> None:

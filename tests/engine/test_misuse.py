@@ -13,7 +13,8 @@ import pytest
 from dsv4_jax.engine import Engine, Limits, Prompt
 from dsv4_jax.engine.handle import Handle
 from dsv4_jax.engine.prompt import Output
-from dsv4_jax.errors import EngineError, RequestError
+from dsv4_jax.errors import EngineError, PlanError, RequestError
+from dsv4_jax.manager import MediaItem, Namespace
 
 from .serving import BLOCK, COLUMNS, Seeded, Server
 from .test_engine import TEXT, answer, engine, joined, prompt
@@ -568,4 +569,119 @@ def test_the_engine_is_a_plain_object_to_its_users():
         for name in (None, 0, False, "", (), float("nan"), frozenset({1}), np.int64(3)):
             one = serving.add(Prompt(tokens=[1], max_new_tokens=2, id=name))
             assert one.result(10).finish == "length"
+    server.check_empty()
+
+
+def test_keys_and_places_that_are_none_are_refused():
+    """Before anything changes: in a plan they would be everybody's trouble."""
+    for shards in (1, 2):
+        serving, server = engine(shards=shards)
+        with serving:
+            for options in (
+                dict(namespace=Namespace(tenant=1.5)),  # type: ignore[arg-type]
+                dict(namespace=Namespace(tenant=[])),  # type: ignore[arg-type]
+                dict(items=[MediaItem("picture", 5, 3)]),
+                dict(items=[MediaItem("picture", -1, 3)]),
+                dict(items=["picture"]),
+            ):
+                with pytest.raises((RequestError, PlanError)):
+                    serving.add(prompt(1, **options))
+            assert serving.add(prompt(2)).result(10).tokens == answer(server, 2)
+            assert not serving.stats().counts.get("failures")
+        server.check_empty()
+
+
+def test_an_engine_that_is_lost_answers_all_who_call_it():
+    """Also behind a call in the inbox that fails then."""
+    serving, server = engine(on_send=lambda _: entered.set() or release.wait(30) or 1 / 0)
+    entered, release = threading.Event(), threading.Event()
+    vars(server.executor).update(recover=lambda: 1 / 0)
+    handle = serving.add(prompt(1))
+    entered.wait(10)
+    told = []
+
+    def call():
+        try:
+            serving.pause()
+        except EngineError as error:
+            told.append(str(error))
+
+    thread = threading.Thread(target=call)
+    serving._inbox.put(lambda: 1 / 0)
+    thread.start()
+    eventually(lambda: serving._inbox.qsize() == 2)
+    release.set()
+    thread.join(10)
+    assert len(told) == 1 and handle.result(10).finish == "error"
+
+
+# What a turn costs
+
+
+def turn_lines(rows: int, *, newcomer: bool) -> int:
+    """Lines of Python of a turn of so many decodes, one call ahead; with a request that joins, or among the same."""
+    server = Server(slots=rows + 1, blocks=4 * rows, chunk=max(rows + 9, 48), caching=False)
+    for i in range(rows):
+        server.add([1 + i % 200, 2], 40)
+    while server.core.counts["sampled_tokens"] < 9 * rows:
+        server.turn()
+    core, drawn = server.core, server.under_way[0].get()
+    if newcomer:
+        server.add([1, 2, 3], 9)
+    assert core.under_way == 1 and core.live == rows
+    return lines_run(lambda: (core.plan(server.now), core.take(drawn, server.now)))
+
+
+def test_a_turn_costs_so_much_a_row_and_no_more():
+    """Without a clock (times: `bench_manager.py --only turning`): lines of Python for each more row of a turn."""
+    for newcomer, most in ((False, 140), (True, 260)):
+        few, many = turn_lines(32, newcomer=newcomer), turn_lines(128, newcomer=newcomer)
+        assert (many - few) / 96 < most and few < 32 * most + 2000
+
+
+def test_many_that_wait_cost_a_turn_nothing():
+    """Nor do many that came and went: what is looked at is the head of each tenant's queue."""
+
+    def lines(waiting: int) -> int:
+        server = Server(slots=2, limits=Limits(queued=10_000))
+        for i in range(2 + waiting):
+            server.add([1, 2], 100, priority=0 if i < 2 else 5)
+        for _ in range(4):
+            server.turn()
+        drawn = server.under_way[0].get()
+        return lines_run(lambda: (server.core.plan(server.now), server.core.take(drawn, server.now)))
+
+    def tenants(count: int) -> int:
+        server = Server(slots=2, limits=Limits(queued=10_000))
+        for i in range(2 + count):
+            server.add([1, 2], 100, namespace=Namespace(tenant=i))
+        for _ in range(4):
+            server.turn()
+        drawn = server.under_way[0].get()
+        return lines_run(lambda: (server.core.plan(server.now), server.core.take(drawn, server.now)))
+
+    assert tenants(500) <= tenants(20) + 20
+    lines(20)  # what is imported or cached at first
+    assert lines(2000) <= lines(20) + 20
+
+
+def test_an_abort_frees_blocks_within_one_turn():
+    """Of the engine: while a call is under way, and the next one is planned already."""
+    used: list[int] = []
+    serving, server = engine(slots=2, caching=False, on_send=lambda _: used.append(blocks()))
+    manager = server.managers[0]
+
+    def blocks() -> int:
+        return manager.stats().blocks_used
+
+    with serving:
+        serving.add(prompt(1, 150))
+        victim = serving.add(Prompt(tokens=TEXT, max_new_tokens=100))
+        eventually(lambda: victim._completions[0].tokens)
+        before = len(used)
+        victim.abort()
+        assert victim.result(10).finish == "abort"
+        eventually(lambda: len(used) > before + 3 or not server.core.live)
+    late = used[before + 3 :]
+    assert all(count <= 1 + 150 // BLOCK for count in late[:1])
     server.check_empty()
