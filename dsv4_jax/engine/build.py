@@ -117,7 +117,9 @@ def build(
     if chunk_tokens is None:
         chunk_tokens = max(MIN_CHUNK, size.num_slots * (1 + drafts))
     shapes = shapes_of(managers, chunk_tokens, steps=decode_steps, drafts=drafts)
-    drivers = [StorageDriver(manager, *stores) for manager in managers] if stores is not None else []
+    drivers = []
+    if stores is not None:
+        drivers = [StorageDriver(manager, *stores, shard=i, shards=shards) for i, manager in enumerate(managers)]
     executor = DeviceExecutor(
         params,
         new_cache(),

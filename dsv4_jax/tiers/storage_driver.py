@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..checks import check_seconds
+from ..checks import check_integer, check_seconds
 from ..errors import LayoutError, StoreFormatError
 from ..manager import KVCacheManager, MediaItem, Namespace
 from ..manager.storage_tier import StorageMove, StorageTier
@@ -96,9 +96,12 @@ class StorageDriver:
         deadline: seconds that it has to read or write records. What takes longer has failed; its memory is kept until
             it has ended all the same, and a store with many such calls is asked nothing more meanwhile.
         clock: what deadlines are measured with, in seconds.
+        shard, shards: which data shard of the cache the manager is of, and how many there are: their host pages are
+            one array, of which each driver uses its own.
 
     Raises:
         StoreFormatError: a store has other record or key sizes than the layout; a deadline that is none.
+        LayoutError: there is no such shard.
         RequestError: the manager has no `weights_id`.
     """
 
@@ -111,8 +114,12 @@ class StorageDriver:
         lookup_deadline: float = 2.0,
         deadline: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
+        shard: int = 0,
+        shards: int = 1,
     ):
         layout, self._ranks = manager.layout, manager.size.pool_ranks
+        self._shards = check_integer("shards", shards, 1, error=LayoutError)
+        self._shard = check_integer("shard", shard, 0, self._shards - 1, error=LayoutError)
         self._calls = StoreCalls({"block": blocks, **({"slot": snapshots} if snapshots is not None else {})}, clock)
         sizes = {"block": block_record(layout).bytes, "slot": snapshot_record(layout).bytes}
         for scope, store in self._calls.stores.items():
@@ -272,23 +279,26 @@ class StorageDriver:
         return dataclasses.replace(host, pages=pages)
 
     def _dealt_out(self, pool: jax.Array, moves: list[StorageMove]) -> tuple[np.ndarray, np.ndarray]:
-        """The pages [ranks * N, K] of records of one scope, N of each rank in ids of its own, and which row is whose.
+        """The pages [pieces * N, K] of records of one scope, N of each piece in ids of its own, and which row is whose.
+
+        A piece is what one rank of a data shard has of the pool; those of other data shards get null.
 
         They are padded with null to a power of two: few executables for all lengths.
         """
-        shards = len({shard.index[0].start for shard in pool.addressable_shards})
-        if shards != self._ranks:
-            raise LayoutError(f"host pages are split into {shards}, the manager's are of {self._ranks} pool ranks")
+        pieces = len({shard.index[0].start for shard in pool.addressable_shards})
+        if pieces != self._ranks * self._shards:
+            of = f" of each of {self._shards} data shards" if self._shards > 1 else ""
+            raise LayoutError(f"host pages are split into {pieces}, the manager's are of {self._ranks} pool ranks{of}")
         pages = np.array([move.pages for move in moves], np.int32)
-        if (last := pages.max()) > (most := (pool.shape[0] // shards - 1) * shards):
+        if (last := pages.max()) > (most := (pool.shape[0] // pieces - 1) * self._ranks):
             raise LayoutError(
                 f"page {last} is beyond the host cache's {most}: it has fewer than its manager's HostSize"
             )
         rank, own = own_ids(pages, self._ranks)
-        rank = rank[:, 0]  # all pages of a record are on one
+        rank = rank[:, 0] + self._shard * self._ranks  # all pages of a record are on one
         place = np.array([(rank[:i] == of).sum() for i, of in enumerate(rank)])
         most = 1 << int(place.max()).bit_length()
-        ids = np.zeros((self._ranks, most, own.shape[1]), np.int32)
+        ids = np.zeros((pieces, most, own.shape[1]), np.int32)
         ids[rank, place] = own
         return ids.reshape(-1, own.shape[1]), rank * most + place
 

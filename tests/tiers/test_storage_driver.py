@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import random
+import types
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
 import dsv4_jax
-from dsv4_jax import AttentionType, CacheLayout, CachePolicy, CacheSize, DSV4Config, KVCacheManager
+from dsv4_jax import AttentionType, CacheLayout, CachePolicy, CacheSize, DSV4Config, KVCacheManager, model
 from dsv4_jax.errors import LayoutError, RequestError, StoreFormatError
 from dsv4_jax.manager import HostSize, SnapshotPlacement
 from dsv4_jax.manager.policies import EVICTION_POLICIES
@@ -20,6 +22,7 @@ from dsv4_jax.plan import StepPlan
 from dsv4_jax.records import block_record, snapshot_record
 from dsv4_jax.stores import AsyncStore, SlabStore
 from dsv4_jax.testing.live import Held, Live, assert_same_bytes, live_bytes
+from dsv4_jax.tiers.host_records import gather_of_ranks, scatter_of_ranks
 from dsv4_jax.tiers.storage_driver import StorageDriver
 
 from ..clock import FakeClock
@@ -271,3 +274,27 @@ def test_random_traces_with_storage(engine) -> None:
         engine.empty_device()
         engine.manager.reset()  # what comes next is in storage alone
     assert engine.stores[0].store.stats().read and not engine.stores[0].store.stats().corrupted
+
+
+def test_drivers_of_two_data_shards_share_one_pool(tmp_path):
+    """Each writes and reads the pages of its own shard, and no others."""
+    engine = Engine(tmp_path)
+    placed = dsv4_jax.cache_sharding(LAYOUT, model.Split(2, 1).mesh()).arrays
+    place: Any = placed[next(leaf.name for leaf in LAYOUT.leaves if leaf.scope == "block")]
+    pages = dsv4_jax.init_host_cache(LAYOUT, HOST.num_pages, sharding=place).pages
+    expected, each = np.array(pages), pages.shape[0] // 2
+    moves: Any = [types.SimpleNamespace(pages=(page,)) for page in (3, 1, 7)]
+    for shard in range(2):
+        driver = StorageDriver(engine.manager, *engine.stores, shard=shard, shards=2)
+        ids, rows = driver._dealt_out(pages, moves)
+        records = np.zeros((len(ids), pages.shape[1]), np.uint8)
+        records[rows] = own = np.arange(3, dtype=np.uint8)[:, None] + 1 + 10 * shard
+        expected[[shard * each + 3, shard * each + 1, shard * each + 7]] = own
+        pages = scatter_of_ranks(pages, records, ids.ravel())
+        np.testing.assert_array_equal(np.asarray(gather_of_ranks(pages, ids.ravel()))[rows], own + 0 * records[rows])
+    np.testing.assert_array_equal(np.asarray(pages), expected)
+    with pytest.raises(LayoutError, match="split into 2, the manager's are of 1 pool ranks"):
+        StorageDriver(engine.manager, *engine.stores)._dealt_out(pages, moves)
+    with pytest.raises(LayoutError, match="shard must be"):
+        StorageDriver(engine.manager, *engine.stores, shard=2, shards=2)
+    engine.close()
