@@ -62,7 +62,8 @@ class Trace:
         self.layout = CacheLayout(cfg, block_tokens=BLOCK, draft_tokens=drafts)
         size = CacheSize(blocks // ranks, 4, 12, num_snapshots=snapshots, pool_ranks=ranks)
         few = NamespaceShares(0.9, {Namespace("b"): 0.1})
-        shares = random.Random(~seed).choice([None, NamespaceShares(0.4), few])  # apart: the trace stays as it was
+        self.apart = random.Random(~seed)  # what came later: the rest of the trace stays as it was
+        shares = self.apart.choice([None, NamespaceShares(0.4), few])
         placement = SnapshotPlacement(
             self.random.choice([None, 1, 2, 3]),
             self.random.random() < 0.8,
@@ -98,7 +99,8 @@ class Trace:
 
     def admit_one(self, prompt: list[int], space: Namespace) -> None:
         try:
-            request = self.manager.admit_request(prompt, namespace=space)
+            reuse = self.apart.choice(["output", "output", "prompt"])
+            request = self.manager.admit_request(prompt, namespace=space, reuse=reuse)
         except NoFreeSlotError:
             live = self.manager.requests
             # Who starts anew after an abort has, until its next step, the snapshot's slot beside its own.
