@@ -8,15 +8,16 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from dsv4_jax.cache import init_cache
 from dsv4_jax.config import AttentionType, DSV4Config
 from dsv4_jax.errors import LayoutError, ShapeError
-from dsv4_jax.layout import CacheLayout
+from dsv4_jax.layout import CacheLayout, CacheSize
 from dsv4_jax.manager.transfers import TransferStage
 from dsv4_jax.plan import SpillPlan, StateBlocksPlan, StateSwapPlan
 from dsv4_jax.records import block_bytes, state_blocks, state_pages
 from dsv4_jax.tiers import async_swap
 from dsv4_jax.tiers.host_cache import init_host_cache
-from dsv4_jax.tiers.state_blocks import put_states
+from dsv4_jax.tiers.state_blocks import get_states, put_states
 from dsv4_jax.tiers.transfers import run_transfers, stack_transfers
 
 from .swapping import CFG, FORMATS, PAGES, assert_image, image, model_restore, model_snapshot, random_cache, random_host
@@ -95,3 +96,14 @@ def test_plans_of_another_form_are_refused():
     other = init_host_cache(CacheLayout(CFG, "bf16"), 4)
     with pytest.raises(LayoutError, match="cannot hold states"):
         async_swap.start_swap("spill_states", cache, other, SpillPlan(ids([[1] * BLOCKS]), ids([[1] * 3])))
+
+
+def test_states_move_in_place():
+    """Nothing of the size of the cache lies beside it: leaves are updated where they are."""
+    size = CacheSize(4000, 200, 8)
+    cache = jax.eval_shape(lambda: init_cache(LAYOUT, size))
+    plan = StateBlocksPlan(*(jax.ShapeDtypeStruct(shape, np.int32) for shape in ((4,), (4, BLOCKS), (4,))))
+    for move in (put_states, get_states):
+        memory = jax.jit(move, donate_argnums=0).lower(cache, plan).compile().memory_analysis()
+        assert memory.alias_size_in_bytes == LAYOUT.total_bytes(size)
+        assert memory.temp_size_in_bytes < LAYOUT.total_bytes(size) / 20, move
