@@ -226,12 +226,13 @@ class Newcomers:
             return True
         snapshot = match.path[hit - 1].snapshot
         assert snapshot is not None
-        copies = 1 if snapshot.device else 0
+        in_slot = snapshot.device > 0 and not self._cache.snapshot_blocks
+        copies = 1 if in_slot else 0
         if hit >= room.entries or copies > room.copies:
             return True
         if hit >= left.entries or copies > left.copies:
             return False
-        if snapshot.device and not snapshot.pins and not self._has_spare_slot:
+        if in_slot and not snapshot.pins and not self._has_spare_slot:
             return True  # for the state until it is copied
         # What nobody else holds is available no more, and its first own block it needs besides.
         path, blocks = match.path[:hit], [*left.blocks]
@@ -265,10 +266,12 @@ class Newcomers:
             tree.snapshots.unpin(request.restores)
         request.restores, self._pinned = node, None
         assert node.snapshot is not None
-        if not node.snapshot.device:
+        in_slot = node.snapshot.device > 0 and not cache.snapshot_blocks
+        if not in_slot:
             tree.snapshots.unpin(node)
             request.restores = None
-            cache.transfers.into(SLOT, node.snapshot.host, request.slot, hit * self._block)
+            if not cache.get_state(node.snapshot.device, request.slot, hit * self._block):
+                cache.transfers.into(SLOT, node.snapshot.host, request.slot, hit * self._block)
         spare, own = request.blocks[had:hit], request.blocks[hit:]
         request.nodes, request.blocks = nodes, [n.block for n in nodes] + own
         request.junction = len(match.path) * self._block if len(match.path) > hit else 0
