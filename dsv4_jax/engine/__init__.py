@@ -4,41 +4,72 @@
     for output in engine.add(Prompt(tokens=ids)): ...   # or `async for`; Engine.run(prompts) for a list
 
 `Core` decides (no clock, thread or jax), an `Executor` runs what it decides, and the `Engine`'s thread owns both.
+
+Names load on first use: the core, and the executors without a device, import no jax.
 """
 
 from __future__ import annotations
 
-from .core import Core, Limits, shapes_of
-from .engine import Engine, EngineStats
-from .executor import Drawn, Executor, Pending, Row, Shapes, Work
-from .generate import StepOutput, generate
-from .handle import Handle
-from .job import Job
-from .loop import Turn, drive
-from .prompt import Completion, Output, Prompt
-from .shadow import Recorded, ShadowExecutor
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "Completion",
-    "Core",
-    "Drawn",
-    "Engine",
-    "EngineStats",
-    "Executor",
-    "Handle",
-    "Job",
-    "Limits",
-    "Output",
-    "Pending",
-    "Prompt",
-    "Recorded",
-    "Row",
-    "ShadowExecutor",
-    "Shapes",
-    "StepOutput",
-    "Turn",
-    "Work",
-    "drive",
-    "generate",
-    "shapes_of",
-]
+if TYPE_CHECKING:
+    from .coarse import CoarseCore as CoarseCore
+    from .core import Core as Core
+    from .core import Limits as Limits
+    from .core import shapes_of as shapes_of
+    from .engine import Engine as Engine
+    from .engine import EngineStats as EngineStats
+    from .executor import Drawn as Drawn
+    from .executor import Executor as Executor
+    from .executor import Pending as Pending
+    from .executor import Row as Row
+    from .executor import Shapes as Shapes
+    from .executor import Work as Work
+    from .generate import StepOutput as StepOutput
+    from .handle import Handle as Handle
+    from .job import Job as Job
+    from .loop import Turn as Turn
+    from .loop import drive as drive
+    from .prompt import Completion as Completion
+    from .prompt import Output as Output
+    from .prompt import Prompt as Prompt
+    from .shadow import Recorded as Recorded
+    from .shadow import ShadowExecutor as ShadowExecutor
+
+_HOME = {
+    "CoarseCore": "coarse",
+    "Completion": "prompt",
+    "Core": "core",
+    "Drawn": "executor",
+    "Engine": "engine",
+    "EngineStats": "engine",
+    "Executor": "executor",
+    "Handle": "handle",
+    "Job": "job",
+    "Limits": "core",
+    "Output": "prompt",
+    "Pending": "executor",
+    "Prompt": "prompt",
+    "Recorded": "shadow",
+    "Row": "executor",
+    "ShadowExecutor": "shadow",
+    "Shapes": "executor",
+    "StepOutput": "generate",
+    "Turn": "loop",
+    "Work": "executor",
+    "drive": "loop",
+    "shapes_of": "core",
+}
+
+__all__ = [*_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

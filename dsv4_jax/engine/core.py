@@ -17,7 +17,7 @@ import collections
 import dataclasses
 import heapq
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -39,7 +39,7 @@ from .executor import Drawn, Row, Shapes, Work
 from .job import Job, JobState
 from .prompt import Output, Prompt, derived_seed
 
-__all__ = ["Core", "Limits", "Storage", "shapes_of"]
+__all__ = ["Core", "Limits", "Sent", "Storage", "shapes_of"]
 
 
 class Storage(Protocol):
@@ -84,7 +84,7 @@ class Limits:
                 raise PlanError(f"the weight of tenant {shown(tenant)} must be a positive number, got {shown(share)}")
 
 
-class _Sent(NamedTuple):
+class Sent(NamedTuple):
     """A call under way: of each data shard, its rows."""
 
     rows: list[list[tuple[Job, int, int, int]]]  # job, known tokens, drafts, the most it samples
@@ -108,6 +108,7 @@ class Core:
         problem: why the next in the queue was not admitted, if that was tried.
         paused: while it is true nothing is planned.
         asleep: whether the device's memory is given up.
+        on_live: called with each job that gets a slot, for the first time or again.
 
     Raises:
         PlanError: the managers are not alike, or the shapes not theirs.
@@ -136,13 +137,15 @@ class Core:
         self.paused = self.asleep = False
         self.counts = collections.Counter[str]()
         self.problem: Exception | None = None
+        self.on_live: Callable[[Job], object] | None = None
         self._jobs: dict[Hashable, list[Job]] = {}  # that have not ended, by id
         self._queue: dict[Hashable, list[tuple[float, int, Job]]] = {}  # heaps, by tenant
         self._fetching: list[Job] = []  # storage is asked for their prompts
         self._live: list[dict[Request, Job]] = [{} for _ in self.managers]
         self._preempted: list[list[Job]] = [[] for _ in self.managers]
         self._tenants = collections.Counter[Hashable]()  # live and preempted
-        self._sent: collections.deque[_Sent] = collections.deque()
+        self._sent: collections.deque[Sent] = collections.deque()
+        self._quiet: list[dict[Job, int]] = [{} for _ in self.managers]  # decode without being planned: see `CoarseCore`
         self._outputs: list[Output] = []  # that wait for the next `take`, or `drain`
         self._deadlines: list[tuple[float, int, Job]] = []  # a heap
         self._masked = self._order = self._waiting = self._stale = self._scores = 0
@@ -480,6 +483,8 @@ class Core:
             self._scores += job.prompt.score
         job.state, job.shard, job.request, job.row, job.fresh = JobState.LIVE, shard, request, -1, True
         self._live[shard][request] = job
+        if self.on_live is not None:
+            self.on_live(job)
 
     # Steps
 
@@ -488,11 +493,12 @@ class Core:
 
         If the manager offers nothing and no result may change that, the least important have to go.
         """
-        manager, live, shape = self.managers[shard], self._live[shard], self.shapes.mixed
-        under_way = any(sent.rows[shard] for sent in self._sent)  # what it brings may free blocks
-        room = shape.tokens - (sum(map(self._drafts, live.values())) if self.shapes.drafts else 0)
+        manager, live, shape, quiet = self.managers[shard], self._live[shard], self.shapes.mixed, self._quiet[shard]
+        under_way = bool(quiet) or any(sent.rows[shard] for sent in self._sent)  # what it brings may free blocks
+        room = shape.tokens - len(quiet) - (sum(map(self._drafts, live.values())) if self.shapes.drafts else 0)
         while live:
-            waiting = [job for job in live.values() if (job.left > 0 if job.ahead else job.request.num_pending)]  # type: ignore[union-attr]
+            ready = [job for job in live.values() if job not in quiet] if quiet else live.values()
+            waiting = [job for job in ready if (job.left > 0 if job.ahead else job.request.num_pending)]  # type: ignore[union-attr]
             if not waiting:
                 return []
             waiting.sort(key=_in_turn)
@@ -607,7 +613,7 @@ class Core:
                 if samples and job.prompt.mask is not None:
                     self._mask(job, shard * shape.sequences + row, masks)
         decodes = decoding and all(samples for entries in sent for *_, samples in entries)
-        self._sent.append(_Sent(sent, decodes))
+        self._sent.append(Sent(sent, decodes))
         self._unflushed = True
         flat = None if targets is None else targets.reshape(-1)
         kind = "score" if scores else "decode" if decoding else "mixed"

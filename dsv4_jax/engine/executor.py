@@ -59,6 +59,8 @@ class Work:
         targets: of "score", [shards * T] int32: the token after each; -1: there is none. Else None.
         draws: whether to run what can draw, though no row does: to compile it.
         masks: row (counted over all shards) -> uint32 [words] of the tokens that it may sample.
+        quiet: sequences that decode a token in this step and are in no plan (see `CoarseCore`), and the tokens before
+            these, added up.
     """
 
     kind: str
@@ -71,6 +73,7 @@ class Work:
     masks: dict[int, np.ndarray]
     targets: np.ndarray | None = None
     draws: bool = False
+    quiet: tuple[int, int] = (0, 0)
 
 
 class Drawn(NamedTuple):

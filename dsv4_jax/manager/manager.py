@@ -725,7 +725,7 @@ class KVCacheManager:
     ) -> StepShape:
         """Returns the shape of every step of up to `sequences` requests and `tokens` tokens (default: one per request).
 
-        With prefix caching a request may come with all its table entries at once: there is room for
+        With prefix caching or a host tier a request may come with all its table entries at once: there is room for
         one such request in a step, and `schedule(..., shape=shape)` makes others wait.
 
         Args:
@@ -759,7 +759,9 @@ class KVCacheManager:
             slot_copies=slot_copies,
             block_copies=block_copies,
         )
-        return dataclasses.replace(shape, table_entries=shape.table_entries + columns) if caching else shape
+        if not caching and not self.host_size.num_pages:  # else one that was preempted comes back with its blocks
+            return shape
+        return dataclasses.replace(shape, table_entries=shape.table_entries + columns)
 
     # The whole cache
 

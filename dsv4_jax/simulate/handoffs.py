@@ -51,9 +51,9 @@ class Sender:
     def __init__(self, number: int, host: Host):
         self.number, self._host, self.manager, self.shadow = number, host, host.manager, host.result.shadow
         self._exports: list[tuple[int, Handoff, bool]] = []
-        host.on_computed = self._export
 
-    def _export(self, job: SimulatedRequest) -> None:
+    def export(self, job: SimulatedRequest) -> None:
+        """Notes what of a prompt was computed; called after each of its steps."""
         assert job.request is not None
         handoff = self.manager.export_request(job.request, seconds=LEASE)
         gives_up = job.request.num_cached >= job.until and not handoff.last

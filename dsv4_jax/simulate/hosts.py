@@ -207,7 +207,8 @@ class _Node:
     def __init__(self, world: _World, number: int, kind: Kind, network: Network | None = None):
         self.kind, self.view = kind, HostView()
         self._world, self._network = world, network
-        self.host = Host(world.server, self._ended, self._answered, self.view.events)
+        computed = self._computed if kind == "prefill" else None
+        self.host = Host(world.server, self._ended, self._answered, self.view.events, computed)
         self._sender = Sender(number, self.host) if kind == "prefill" else None
         self.receiver = None
         if kind == "decode" and network is not None:
@@ -252,6 +253,10 @@ class _Node:
         if self.kind == "joint":
             self.view.tokens -= self._asked[job]
             self._asked[job] = 0
+
+    def _computed(self, job: SimulatedRequest) -> None:
+        assert self._sender is not None
+        self._sender.export(job)
 
     def _ended(self, job: SimulatedRequest) -> None:
         self.view.tokens -= self._asked.pop(job)

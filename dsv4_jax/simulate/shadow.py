@@ -165,13 +165,13 @@ class ShadowDevice:
             pairs = [(d, held.get(s)) for s, d in zip(source.tolist(), target.tolist(), strict=True) if s > 0 and d > 0]
             for unit, content in pairs:
                 _put(held, unit, content)
-        entries = (plan.table_slot.tolist(), plan.table_index.tolist(), plan.table_block.tolist())
+        set_here = np.flatnonzero(plan.table_slot > 0)
+        entries = (x[set_here].tolist() for x in (plan.table_slot, plan.table_index, plan.table_block))
         for slot, column, block in zip(*entries, strict=True):
-            if slot > 0:
-                row = self._table.setdefault(slot, [])
-                if column >= len(row):
-                    row += [0] * (column + 1 - len(row))
-                row[column] = block
+            row = self._table.setdefault(slot, [])
+            if column >= len(row):
+                row += [0] * (column + 1 - len(row))
+            row[column] = block
 
     def compute(self, text: Text, slot: int, start: int, count: int, *, check_blocks: bool) -> None:
         """Computes one sequence of a step: checks the state it starts from (and the blocks before it), then writes its

@@ -67,8 +67,7 @@ class SimulatedRequest:
         sampled: how many of the output it has.
         seen: leading prompt tokens, in whole blocks, that some request of the tenant had before.
         hit, hit_host: prompt tokens found, and those of them found on the host.
-        order: it became live as the how manieth, resumed ones counted again.
-        glides_from: the step after which the manager knows nothing of its steps.
+        computed, reached: tokens computed for it, and those that its last step ended after.
         unchecked: whether its next step is the first one since it got its blocks.
         queued: steps there had been when it was put in line.
         held_up: pools it had to wait for in line.
@@ -87,8 +86,8 @@ class SimulatedRequest:
     seen: int = 0
     hit: int = 0
     hit_host: int = 0
-    order: int = 0
-    glides_from: int = 0
+    computed: int = 0
+    reached: int = 0
     unchecked: bool = True
     queued: int = 0
     held_up: tuple[str, ...] = ()
@@ -99,6 +98,11 @@ class SimulatedRequest:
     begun: float = -1.0
     first_token: float = 0.0
     ended: float = 0.0
+
+    def output_from(self, place: int, count: int) -> list[int]:
+        """The ids that it generates at a place of its text and behind; of one that generates none, any."""
+        first = place - self.trace.prompt_tokens
+        return self.output[first : first + count] or [0] * count
 
     @property
     def namespace(self) -> Namespace | None:
@@ -163,6 +167,7 @@ class Simulation:
         live_seconds: live requests, added up over the seconds of steps; `live_max`: the most of a step.
         token_gaps: (seconds, decodes) of each step with decodes.
         lost: tokens that were computed again because of preemptions.
+        unbegun: live requests that no step has computed anything for.
         peak: most units in use of each pool; `peak_in_use`: by requests. Of the steps that were looked at.
         step_cpu, admission_cpu: CPU seconds of the manager itself per planned step (some of them) and admission.
         stats: the manager's at the end.
@@ -183,6 +188,7 @@ class Simulation:
     token_gaps: list[tuple[float, int]] = dataclasses.field(default_factory=list)
     preemptions: int = 0
     lost: int = 0
+    unbegun: int = 0
     totals: Totals = dataclasses.field(default_factory=Totals)
     peak: dict[str, int] = dataclasses.field(default_factory=dict)
     peak_in_use: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -194,6 +200,12 @@ class Simulation:
 
     def __post_init__(self) -> None:
         self.shadow = ShadowDevice(self.server.layout)
+
+    def find(self, job: SimulatedRequest, tokens: int) -> None:
+        """So many leading tokens of its prompt were found in the cache."""
+        more, job.hit = tokens - job.hit, tokens
+        self.totals.hit += more
+        self.totals.recomputed -= more
 
     def note_peaks(self, stats: ManagerStats) -> None:
         """Keeps the most units in use of every pool, with what is cached and by requests alone."""
