@@ -20,6 +20,8 @@ LAYERS = (
     ("layout",),
     ("capacity", "plan", "record_format", "records"),
     ("manager",),
+    # Of the engine, what decides, and what it says to whatever runs steps: without jax.
+    tuple(f"engine.{name}" for name in ("prompt", "job", "executor", "core", "coarse", "shadow", "loop")),
     ("simulate", "stores"),
     ("ffi",),
     ("ops",),

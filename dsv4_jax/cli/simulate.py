@@ -1,7 +1,7 @@
 """`simulate`: a trace of requests through the real manager, without a device: hits, evictions, queues.
 
-The server is a simple one: it computes as many decodes and prefill chunks as fit its token budget, in steps that take
-what a fitted model says (attention alone, see `dsv4_jax/simulate/step_time.py`). The cache decisions are the real ones.
+Requests are admitted, planned and preempted by the engine's own code. Steps take what a fitted model says (attention
+alone, see `dsv4_jax/simulate/step_time.py`).
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ def _size_options(args: argparse.Namespace) -> dict[str, str]:
     snapshots = "--snapshot-fraction" if args.snapshots is None else "--snapshots"
     context = "--context, " if args.context else ""
     fields = {"num_blocks": blocks, "num_slots": "--max-requests", "num_snapshots": snapshots}
-    fields |= {f"CacheSize.{field}": name for field, name in fields.items()}
+    fields |= {f"CacheSize.{field}": name for field, name in fields.items()} | {"token_budget": "--token-budget"}
     return fields | {
         "CacheSize": "--max-requests, --snapshots",
         "num_pages": "--host-pages" if args.host is None else "--host",

@@ -186,13 +186,10 @@ class CoarseCore(Core):
             self._quiet[job.shard][job] = self._step
             self._context += request.num_cached - self._step - 1
 
-    def _stop(self, job: Job) -> bool:
-        """It glides no more. Whether it did."""
-        since = self._quiet[job.shard].pop(job, None)
-        if since is not None:
-            assert job.request is not None
-            self._context -= job.request.num_cached - since - 1
-        return since is not None
+    def _stop(self, job: Job) -> None:
+        """It glides no more."""
+        assert job.request is not None
+        self._context -= job.request.num_cached - self._quiet[job.shard].pop(job) - 1
 
     # Ends
 
@@ -217,3 +214,4 @@ class CoarseCore(Core):
         if since is not None:
             self._stop(job)
             self._learn(job, self._done - since)
+            self.counts["computed_tokens"] += self._done - since

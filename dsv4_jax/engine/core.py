@@ -145,7 +145,7 @@ class Core:
         self._preempted: list[list[Job]] = [[] for _ in self.managers]
         self._tenants = collections.Counter[Hashable]()  # live and preempted
         self._sent: collections.deque[Sent] = collections.deque()
-        self._quiet: list[dict[Job, int]] = [{} for _ in self.managers]  # decode without being planned: see `CoarseCore`
+        self._quiet: list[dict[Job, int]] = [{} for _ in self.managers]  # decode unplanned: see `CoarseCore`
         self._outputs: list[Output] = []  # that wait for the next `take`, or `drain`
         self._deadlines: list[tuple[float, int, Job]] = []  # a heap
         self._masked = self._order = self._waiting = self._stale = self._scores = 0

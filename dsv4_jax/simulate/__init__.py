@@ -1,4 +1,4 @@
-"""Request traces through the real manager, without a device: what a cache of some size and policy would do.
+"""Request traces through the engine's core and manager, without a device: what a cache of some size would do.
 
 Nothing here imports jax. `dsv4-jax simulate` is the command.
 """

@@ -21,11 +21,13 @@ MAX_UNITS = 1 << 26  # of a pool: the manager keeps a list of them
 
 @dataclasses.dataclass(frozen=True)
 class Server:
-    """The server that is simulated. Raises `CapacityError` if a pool has more units than memory can list.
+    """The server that is simulated.
+
+    Raises `CapacityError` if a pool has more units than memory can list, or a step no room for a token of each slot.
 
     Attributes:
         token_budget: most tokens of a step.
-        every_step: whether every decode step is planned by the manager (see the module `engine`).
+        every_step: whether every decode step is planned by the manager (see the module `host`).
     """
 
     layout: CacheLayout
@@ -43,6 +45,9 @@ class Server:
         for field, count in (counts | {"num_pages": pages}).items():
             if count > MAX_UNITS:
                 raise CapacityError(f"{field}: {count}, at most {MAX_UNITS} can be simulated")
+        if self.token_budget < size.num_slots:
+            problem = f"{self.token_budget}, less than a token of each of {size.num_slots} slots"
+            raise CapacityError(f"token_budget: {problem}")
 
     @property
     def context_limit(self) -> int:
@@ -52,7 +57,7 @@ class Server:
 
     @property
     def glides(self) -> bool:
-        """Whether decodes may pass unplanned. Drafts make what is published wait; so small a budget leaves some out."""
+        """Whether decodes may pass unplanned: not with drafts, which delay what is published, or no room for chunks."""
         return not (self.every_step or self.layout.draft_tokens or self.token_budget <= self.size.num_slots)
 
 
