@@ -98,8 +98,11 @@ class Host:
         result, core = self.result, self.core
         result.now = max(result.now, now)
         core.problem, self._mark = None, time.thread_time()
-        while (work := core.plan(result.now)) is None and (outputs := core.drain()):
+        while (work := core.plan(result.now)) is None:
+            outputs = core.drain()
             self._tell(outputs)
+            if not (self._let_in() or outputs):
+                break
         self._let_in()
         if core.queued or core.preempted:
             full = core.live == self.server.size.num_slots or isinstance(core.problem, NoFreeSlotError)
@@ -152,8 +155,9 @@ class Host:
 
     # Who comes in
 
-    def _let_in(self) -> None:
-        """Gives the core those that have come, as far as memory has room for their prompts."""
+    def _let_in(self) -> bool:
+        """Gives the core those that have come, as far as memory has room for their prompts. Whether there was one."""
+        waited = len(self._door)
         while self._door and (self._queued < AT_DOOR or not self.core.queued):
             job = self._door.popleft()
             trace = job.trace
@@ -167,6 +171,7 @@ class Host:
             self.executor.jobs[job.index] = job
             self._queued += trace.prompt_tokens
             self.core.add(prompt, job.offered)
+        return len(self._door) < waited
 
     def _becomes_live(self, admitted: Job) -> None:
         job, request, result = self.executor.jobs[admitted.id], admitted.request, self.result  # type: ignore[index]

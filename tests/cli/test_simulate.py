@@ -250,6 +250,16 @@ def test_requests_wait_and_are_preempted() -> None:
     assert numbers["seconds"]["queued"]["max"] == third.admitted
 
 
+def test_prompts_that_memory_has_no_room_for_wait_at_the_door(monkeypatch) -> None:
+    trace = [request(0.1 * i, ("s", 200), (f"own {i}", 100), output=150) for i in range(9)]
+    whole = report(simulate(trace, server(blocks=20)))
+    monkeypatch.setattr("dsv4_jax.simulate.host.AT_DOOR", 1500)
+    held = report(simulate(trace, server(blocks=20)))
+    for numbers in (whole, held):
+        del numbers["cpu"]
+    assert held["timeline"].pop("waiting") == whole["timeline"].pop("waiting") and held == whole
+
+
 def test_what_can_never_run_is_rejected() -> None:
     trace = [request(0, ("a", 65 * BLOCK)), request(0, ("b", 30 * BLOCK)), request(0, ("c", 10))]
     done: list[int] = []
@@ -476,6 +486,8 @@ def test_several_hosts(capsys, tmp_path: pathlib.Path) -> None:
     for extra in ("--bound", "--compare=a:"):
         refused(capsys, [*words, "--host-pages", 99, extra], "not with several hosts")
     refused(capsys, ["--generate", "", "--speed", "2"], "--speed: goes with both --prefill-hosts and --decode-hosts")
+    few = "--token-budget: 8, less than a token of each of 64 slots"
+    refused(capsys, ["--generate", "", "--max-requests", 64, "--token-budget", 8], few)
     refused(capsys, ["--generate", "", "--decode-hosts", "2"], "--decode-hosts: goes with both")
 
 
