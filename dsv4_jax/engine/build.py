@@ -27,6 +27,7 @@ from ..records import page_bytes
 from ..sharding import cache_sharding
 from ..stores import AsyncStore
 from ..tiers.host_cache import HostCache, init_host_cache
+from ..tiers.remote import RecordTransport, RemoteDriver
 from ..tiers.storage_driver import StorageDriver
 from .core import Core, Limits, shapes_of
 from .device import MAX_TOP, DeviceExecutor, Renew
@@ -47,6 +48,7 @@ def build(
     max_context: int | None = None,
     host: int | HostSize = 0,
     stores: tuple[AsyncStore, AsyncStore] | None = None,
+    transport: RecordTransport | None = None,
     policy: CachePolicy | None = _DEFAULT,
     weights_id: Any = None,
     events: Sequence[EventLog] = (),
@@ -91,6 +93,8 @@ def build(
         raise PlanError(f"{len(events)} event logs for {shards} data shards")
     if stores is not None and not pages.num_pages:
         raise PlanError("stores: records come from the host tier, of which there is none")
+    if transport is not None and (not pages.num_pages or policy is None or shards > 1):
+        raise PlanError("transport: hand-offs need a policy and a host tier, and are of one data shard")
     placed = None if mesh is None else cache_sharding(layout, mesh, pool_axis=TENSOR if pool else None)
     managers = [
         KVCacheManager(
@@ -120,18 +124,24 @@ def build(
     drivers = []
     if stores is not None:
         drivers = [StorageDriver(manager, *stores, shard=i, shards=shards) for i, manager in enumerate(managers)]
+    new, remote = new_host() if pages.num_pages else None, None
+    if transport is not None and new is not None:
+        managers[0].need_weights_id()
+        transport.publish_host(new)
+        remote = RemoteDriver(managers[0], transport)
     executor = DeviceExecutor(
         params,
         new_cache(),
         shapes,
-        host=new_host() if pages.num_pages else None,
+        host=new,
         renew=Renew(new_cache, new_host if pages.num_pages else None),
         exchanges=exchanges,
         drivers=drivers,
+        remote=remote,
         top=top,
         implementation=implementation,
     )
-    return Core(managers, shapes, limits=limits, storage=drivers, ahead=ahead, seed=seed), executor
+    return Core(managers, shapes, limits=limits, storage=drivers, remote=remote, ahead=ahead, seed=seed), executor
 
 
 def load(

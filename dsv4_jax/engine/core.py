@@ -36,6 +36,7 @@ from ..manager import KVCacheManager, Request, StepShape
 from ..manager.prefix.token_ids import check_range
 from ..manager.transfers import Transfers
 from .executor import Drawn, Row, Shapes, Work
+from .handoffs import Handoffs, Remote
 from .job import Job, JobState
 from .prompt import Output, Prompt, derived_seed
 
@@ -59,6 +60,7 @@ class Limits:
         new_tokens: most that one may sample; None: as the context has it.
         aging: seconds of waiting that are worth a level of priority.
         patience: seconds that one waits for storage or another host before it is computed here.
+        lease: seconds, from the last part of a hand-off, in which another host may read what was handed off.
         weights: tenant -> its share of admissions, beside 1 for the others.
 
     Raises:
@@ -69,14 +71,15 @@ class Limits:
     new_tokens: int | None = None
     aging: float = 5.0
     patience: float = 2.0
+    lease: float = 60.0
     weights: Mapping[Hashable, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_integer("queued", self.queued, 1, error=PlanError)
         if self.new_tokens is not None:
             check_integer("new_tokens", self.new_tokens, 1, error=PlanError)
-        for name, value in (("aging", self.aging), ("patience", self.patience)):
-            check_seconds(name, value, error=PlanError)
+        for name in ("aging", "patience", "lease"):
+            check_seconds(name, getattr(self, name), error=PlanError)
         if not isinstance(self.weights, Mapping):
             raise PlanError(f"weights must be a mapping of tenants, got {shown(self.weights)}")
         for tenant, share in self.weights.items():
@@ -99,6 +102,7 @@ class Core:
         shapes: of the executor's steps.
         limits: what is taken on.
         storage: where prompts are looked for beside the managers, in the order of the managers; None: nowhere.
+        remote: what brings prompts from host to host; None: none. Of one data shard.
         ahead: whether a step is planned while the one before it runs.
         seed: of the seeds of prompts that have none: each gets another, by the order in which they were added.
 
@@ -121,6 +125,7 @@ class Core:
         *,
         limits: Limits = Limits(),
         storage: Sequence[Storage] = (),
+        remote: Remote | None = None,
         ahead: bool = True,
         seed: int = 0,
     ):
@@ -131,6 +136,8 @@ class Core:
             raise PlanError(f"{len(storage)} storage drivers for {len(self.managers)} managers")
         if not isinstance(limits, Limits):
             raise PlanError(f"limits must be Limits, got {shown(limits)}")
+        if remote is not None and len(self.managers) > 1:
+            raise PlanError(f"hand-offs are of one data shard, here are {len(self.managers)}")
         self.shapes, self.limits, self.storage = shapes, limits, [*storage]
         self.layout = self.managers[0].layout
         self.depth = 2 if check_boolean("ahead", ahead, error=PlanError) and shapes.ahead else 1
@@ -154,6 +161,10 @@ class Core:
         vocab = self.layout.cfg.vocab_size
         self._allowed = np.full(-(-vocab // 32), 0xFFFFFFFF, np.uint32)  # the most a mask can say
         self._allowed[-1] >>= np.uint32(-vocab % 32)
+        self._handoffs: Handoffs | None = None
+        if remote is not None:
+            ways = (limits.lease, limits.patience, self._leave, self._end)
+            self._handoffs = Handoffs(self.managers[0], remote, *ways)
 
     # What is asked for
 
@@ -178,11 +189,11 @@ class Core:
         most = self.limits.new_tokens
         if most is not None and prompt.max_new_tokens > most:
             raise RequestError(f"max_new_tokens is {prompt.max_new_tokens}, at most {most} are allowed here")
-        need = len(tokens) + (0 if prompt.score else prompt.max_new_tokens) - 1  # the last token sampled is never fed
+        need = len(tokens) + _more(prompt)
         if need > (limit := self._limit):
             raise ContextLimitError(prompt.id if prompt.id is not None else "new", need, limit)
-        if prompt.arrival is not None and prompt.arrival.manager not in self.managers:
-            raise RequestError("the arrival is of another engine")
+        if self._handoffs is None and not (prompt.peer is None and prompt.export is None):
+            raise RequestError(f"{'peer' if prompt.export is None else 'export'}: this engine has no transport")
 
     @property
     def _limit(self) -> int:
@@ -215,7 +226,7 @@ class Core:
         aging = self.limits.aging
         seed = derived_seed(self.seed, self._order)
         jobs = [Job.of(prompt, name, i, self._order + i, now, aging, seed) for i in range(prompt.n)]
-        if self.storage and prompt.arrival is None:
+        if self.storage and prompt.peer is None:
             shard = jobs[0].order % len(self.managers)
             asked = self.storage[shard].prefetch(prompt.tokens, namespace=prompt.namespace, items=prompt.items)
             for job in jobs:
@@ -224,6 +235,8 @@ class Core:
         self._jobs[name] = jobs
         for job in jobs:
             job.patience = now + self.limits.patience
+            if prompt.export is not None:
+                job.goal = (len(prompt.tokens) - 1) // self.layout.block_tokens * self.layout.block_tokens
             if job.expires < math.inf:
                 heapq.heappush(self._deadlines, (job.expires, job.order, job))
             self._enqueue(job)
@@ -232,10 +245,11 @@ class Core:
 
     def _enqueue(self, job: Job) -> None:
         job.state, job.request, job.ahead, job.row = JobState.QUEUED, None, 0, -1
+        job.lease = job.arrival = None
         self._waiting += 1
         if job.prompt.score:  # from its beginning, if it had begun
             job.out, job.logprobs, job.top = [], [], []
-        if job.fetch is not None or job.prompt.arrival is not None:
+        if job.fetch is not None or job.prompt.peer is not None:
             self._fetching.append(job)
         else:
             heapq.heappush(self._queue.setdefault(job.tenant, []), (job.rank, job.order, job))
@@ -269,6 +283,29 @@ class Core:
         for job in jobs:
             self._end(job, finish)
         return bool(jobs)
+
+    def receive(self, name: Hashable, part: bytes | None, now: float) -> bool:
+        """A part of a hand-off of this request's prompt has come (`Prompt.export`). Whether it still waits for that.
+
+        Args:
+            part: None: no more will come, and what has not is computed here.
+
+        Raises:
+            HandoffError: anything is wrong with it; it waits on.
+            RequestError: the request has no `peer`.
+        """
+        jobs = self._jobs.get(name, ())
+        if jobs and jobs[0].prompt.peer is None:
+            raise RequestError(f"request {shown(name)} waits for no other host: it has no peer")
+        waiting = [job for job in jobs if job.state is JobState.QUEUED and not job.out]
+        if not waiting or len(waiting) < waiting[0].prompt.n:
+            return False
+        assert self._handoffs is not None
+        if part is not None:
+            return self._handoffs.receive(waiting, part, now)
+        for job in waiting:
+            job.patience = now
+        return True
 
     # The next call
 
@@ -317,8 +354,15 @@ class Core:
             job = heapq.heappop(self._deadlines)[2]
             if job.state is not JobState.ENDED:
                 self._end(job, "deadline")
-        if self.paused or self.asleep or len(self._sent) >= self.depth or (self._sent and self._masked):
-            return None
+        work = None
+        if not (self.paused or self.asleep or len(self._sent) >= self.depth or (self._sent and self._masked)):
+            work = self._next_call(now)
+        if self._handoffs is not None and not self.asleep:
+            self._handoffs.send(now)
+        return work
+
+    def _next_call(self, now: float) -> Work | None:
+        """The next call, of scores in turn with the others."""
         self._bring_in(now)
         if not any(self._live):
             return None
@@ -381,8 +425,11 @@ class Core:
         for job in self._fetching:
             if job.state is not JobState.QUEUED:
                 continue
-            arrival = job.prompt.arrival
-            done = job.fetch.done if job.fetch is not None else arrival is None or arrival.is_over
+            peer, arrival = job.prompt.peer, job.arrival
+            if peer is None:
+                done = job.fetch.done
+            else:
+                done = arrival.is_over if arrival is not None else peer.error is not None
             if done or now >= job.patience:
                 heapq.heappush(self._queue.setdefault(job.tenant, []), (job.rank, job.order, job))
             else:
@@ -430,7 +477,7 @@ class Core:
         """The next in the queue becomes live, or ends in an error of its own; False: it has to wait."""
         prompt = job.prompt
         extra = self.shapes.steps * (1 + self.shapes.drafts) - 1
-        need = len(prompt.tokens) + (0 if prompt.score else prompt.max_new_tokens - 1 + extra)
+        need = len(prompt.tokens) + (0 if prompt.score else _more(prompt) + extra)
         limit = min(need, self._limit)
         for shard in self._places(job):
             manager = self.managers[shard]
@@ -438,8 +485,8 @@ class Core:
             if (waiting and _in_turn(waiting[0]) < _in_turn(job)) or not self._has_room(shard, job):
                 continue
             try:
-                if prompt.arrival is not None and not prompt.arrival.closed:
-                    request = manager.admit_remote(prompt.arrival, max_tokens=limit)
+                if job.arrival is not None and not job.arrival.closed:
+                    request = manager.admit_remote(job.arrival, max_tokens=limit)
                 else:
                     text = () if prompt.score else job.text if job.out else prompt.tokens
                     space: dict[str, Any] = dict(namespace=prompt.namespace, items=prompt.items, reuse=prompt.reuse)
@@ -469,8 +516,6 @@ class Core:
         if len(self.managers) == 1:
             return [0]
         prompt = job.prompt
-        if prompt.arrival is not None:
-            return [i for i, manager in enumerate(self.managers) if manager is prompt.arrival.manager]
         cached = [_cached(manager, prompt) for manager in self.managers]
         home = job.shard if job.fetch is not None else -1
         return sorted(range(len(cached)), key=lambda shard: (-cached[shard], shard != home, len(self._live[shard])))
@@ -483,6 +528,9 @@ class Core:
             self._scores += job.prompt.score
         job.state, job.shard, job.request, job.row, job.fresh = JobState.LIVE, shard, request, -1, True
         self._live[shard][request] = job
+        if job.prompt.export is not None:
+            job.patience = math.inf
+            self._handoffs.moved(job)  # type: ignore[union-attr]
         if self.on_live is not None:
             self.on_live(job)
 
@@ -499,6 +547,8 @@ class Core:
         while live:
             ready = [job for job in live.values() if job not in quiet] if quiet else live.values()
             waiting = [job for job in ready if (job.left > 0 if job.ahead else job.request.num_pending)]  # type: ignore[union-attr]
+            if self._handoffs is not None:
+                waiting = [job for job in waiting if job.request.num_cached < job.goal]  # type: ignore[union-attr]
             if not waiting:
                 return []
             waiting.sort(key=_in_turn)
@@ -508,6 +558,8 @@ class Core:
             except ContextLimitError as error:  # it has outgrown all blocks
                 self._end(next(job for job in waiting if job.request.id == error.request), "error", error)  # type: ignore[union-attr]
                 continue
+            if self._handoffs is not None:
+                offered = [(each, min(count, live[each].goal - each.num_cached)) for each, count in offered]
             if offered or under_way:
                 return [(live[request], count) for request, count in offered]
             others = [job for job in live.values() if not job.prompt.score]
@@ -610,6 +662,8 @@ class Core:
             for row, (job, _, _, samples) in enumerate(entries):
                 job.row = row
                 job.ahead += samples
+                if job.prompt.export is not None:
+                    self._handoffs.moved(job)  # type: ignore[union-attr]
                 if samples and job.prompt.mask is not None:
                     self._mask(job, shard * shape.sequences + row, masks)
         decodes = decoding and all(samples for entries in sent for *_, samples in entries)
@@ -760,15 +814,11 @@ class Core:
         if job.state is JobState.QUEUED:
             self._waiting -= 1
             self._stale += 1
-        elif job.state is not JobState.ENDED:
-            assert job.request is not None
-            self.managers[job.shard].release_request(job.request)
-            if job.state is JobState.LIVE:
-                del self._live[job.shard][job.request]
-            else:
-                self._preempted[job.shard].remove(job)
-            self._forget(job)
+        elif job.state in (JobState.LIVE, JobState.PREEMPTED):
+            self._release(job)
             self._stale += job.expires < math.inf
+        if job.lease is not None and finish != "handoff":
+            self._handoffs.withdraw(job)  # type: ignore[union-attr]
         job.state, job.request = JobState.ENDED, None
         if self._stale > 64 + self._waiting:
             self._sweep()
@@ -776,8 +826,25 @@ class Core:
         jobs.remove(job)
         if not jobs:
             del self._jobs[job.id]
+            if job.arrival is not None and not job.arrival.closed:
+                self._handoffs.close(job.arrival)  # type: ignore[union-attr]
         self.counts[f"ended_{finish}"] += 1
         self._tell(job, finish=finish, error=error, **what)
+
+    def _release(self, job: Job) -> None:
+        """Its slot and its blocks are free."""
+        assert job.request is not None
+        self.managers[job.shard].release_request(job.request)
+        if job.state is JobState.LIVE:
+            del self._live[job.shard][job.request]
+        else:
+            self._preempted[job.shard].remove(job)
+        self._forget(job)
+
+    def _leave(self, job: Job) -> None:
+        """It is computed, for another host that has not been told of all of it."""
+        self._release(job)
+        job.state, job.request = JobState.LEAVING, None
 
     def _sweep(self) -> None:
         """Takes those that have ended out of the queue: else many that come and go would fill it."""
@@ -872,6 +939,11 @@ class Core:
         self._sent.clear()
         again = [job for live in self._live for job in live.values()]
         again += [job for waiting in self._preempted for job in waiting]
+        for job in again:
+            self._forget(job)
+        again += [job for job in self.jobs if job.state is JobState.LEAVING]
+        if self._handoffs is not None:
+            self._handoffs.forget()
         for manager in self.managers:
             manager.reset(**weights)
             if self.asleep:  # it has woken up
@@ -880,8 +952,7 @@ class Core:
         self._preempted = [[] for _ in self.managers]
         gone = {*lost}
         for job in sorted(again, key=lambda job: job.order):
-            self._forget(job)
-            job.request, job.state = None, JobState.QUEUED
+            job.request, job.state, job.lease, job.patience = None, JobState.QUEUED, None, -math.inf
             self._waiting += 1
             if job in gone:
                 self._end(job, "error", error)
@@ -920,6 +991,11 @@ def _as_exception(error: BaseException) -> Exception:
     told = RequestError(f"a callback raised {type(error).__name__}: {error}")
     told.__cause__ = error
     return told
+
+
+def _more(prompt: Prompt) -> int:
+    """Tokens that are computed beyond its own: the last one sampled is never fed."""
+    return 0 if prompt.export is not None else (0 if prompt.score else prompt.max_new_tokens) - 1
 
 
 def _in_turn(job: Job) -> tuple[float, int]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..cache import KVCache
 from ..checks import check_boolean, check_integer, shown
-from ..errors import EngineError, PlanError, RequestError
+from ..errors import EngineError, PlanError, RequestError, TransferError
 from ..manager import KVCacheManager
 from ..manager.transfers import Transfers
 from ..model.compiled_steps import CompiledSteps, stacked
@@ -26,6 +26,7 @@ from ..ops.exchange_buffers import Exchange
 from ..ops.registry import Choice, frozen
 from ..plan import PackedPlan
 from ..tiers.host_cache import HostCache
+from ..tiers.remote import RemoteDriver
 from ..tiers.transfers import run_transfers, stack_transfers
 from .executor import Drawn, Shapes, Work
 from .prompt import Prompt
@@ -54,6 +55,7 @@ class DeviceExecutor:
         renew: makes both again after a failure or a sleep; None: neither is possible.
         exchanges: of the mesh's axes, checked after every call.
         drivers: of each data shard, for storage: a `StorageDriver`.
+        remote: for hand-offs, on whose transport `host` is published. Should that host pool be lost, hand-offs end.
         top: the most likeliest tokens of a place that a request may ask for.
         implementation: of the ops.
 
@@ -74,11 +76,15 @@ class DeviceExecutor:
         renew: Renew | None = None,
         exchanges: Sequence[Exchange] = (),
         drivers: Sequence[Any] = (),
+        remote: RemoteDriver | None = None,
         top: int = MAX_TOP,
         implementation: Choice = None,
     ):
         self.params, self.cache, self.host, self.shapes = params, cache, host, shapes
         self._renew, self._exchanges, self._drivers = renew, [*exchanges], [*drivers]
+        self._remote, self._asleep = remote, False
+        self._remote_error: TransferError | None = None
+        self._fence: Any = None  # of the call sent last
         self._top = check_integer("top", top, 0, cache.layout.cfg.vocab_size, error=PlanError)
         self._implementation = frozen(implementation)
         self._placement = CompiledSteps(cache, [exchange.peers for exchange in exchanges])
@@ -112,6 +118,8 @@ class DeviceExecutor:
             raise RequestError(f"sampling must be a Sampling or None, got {shown(prompt.sampling)}")
         if prompt.logprobs is not None and prompt.logprobs > self._top:
             raise RequestError(f"logprobs is {prompt.logprobs}: this executor tells the {self._top} likeliest")
+        if self._remote_error is not None and not (prompt.peer is None and prompt.export is None):
+            raise RequestError(f"there are no hand-offs any more: {self._remote_error}")
 
     def send(self, work: Work) -> _Call:
         self.move(work.transfers)
@@ -159,6 +167,7 @@ class DeviceExecutor:
         )
         if counts:
             self._counts = sampled.counts
+        self._fence = sampled.tokens
         return _Call(sampled, kept, work, self._exchanges)
 
     def _score(self, work: Work) -> _Call:
@@ -224,14 +233,31 @@ class DeviceExecutor:
             self.cache, self.host = run_transfers(self.cache, self.host, stages)
 
     def poll(self, *, idle: bool) -> bool:
-        """Goes on with storage, beside the steps. Whether something is under way there."""
+        """Goes on with storage and hand-offs, beside the steps. Whether something is under way there."""
         busy = False
         for driver in self._drivers:
             assert self.host is not None
             self.host = driver.poll(self.host)
             driver.save(self.host)
             busy |= driver.busy
+        if self._remote is not None and self._remote_error is None and not self._asleep:
+            busy |= self._hand_over(self._remote, idle)
         return busy
+
+    def _hand_over(self, driver: RemoteDriver, idle: bool) -> bool:
+        """Goes on with hand-offs. Whether something is under way, or others may read here."""
+        manager = driver.manager
+        assert self.host is not None
+        if idle:  # no step takes along what waits to be copied
+            manager.flush()
+            self.move([manager.take_transfers()])
+        try:
+            driver.poll(self.cache, self.host, fence=None if idle else self._fence)
+        except TransferError as error:  # the pool is another, or the transport was closed
+            self._remote_error = error
+            return False
+        driver.take_messages()  # of nobody that is known here
+        return driver.busy or len(manager.leases) > 0
 
     def drain(self) -> None:
         """Waits until storage has what it was given, or its deadlines are over."""
@@ -266,11 +292,13 @@ class DeviceExecutor:
         self.move(leave())
         if self.host is not None:
             jax.block_until_ready(self.host.pages)
+        self._asleep = True
         self._drop()
 
     def wakeup(self) -> None:
         """Takes memory for an empty cache."""
         self._make()
+        self._asleep = False
 
     def update(self, params: Params, donate: bool, fits: Callable[[], object]) -> None:
         """Other weights from now on; `fits` is called when it is sure that they fit, before anything changes.

@@ -128,6 +128,8 @@ class Engine:
             max_context: with bytes: tokens of one request (default: what the requests can reach at once).
             host: bytes of the host tier, or a `HostSize` of each data shard (default: none).
             stores: of blocks and of snapshots, `AsyncStore` each; needs a host tier and `weights_id`.
+            transport: a `RecordTransport` for hand-offs; the engine publishes its host pool on it, and does not close
+                it. Needs a host tier and `weights_id`; of one data shard.
             policy: a `CachePolicy`; None: nothing stays cached (default: one with states in blocks, so that no share is
                 set aside for them; along a pool axis `CachePolicy()`).
             weights_id: names the weights.
@@ -219,6 +221,22 @@ class Engine:
         except TypeError:
             raise RequestError(f"an id must be hashable, got {shown(name)}") from None
         self._inbox.put(lambda: self._core.abort(name))
+
+    def receive(self, name: Hashable, part: bytes | None) -> bool:
+        """A part of a hand-off has come (`Prompt.export` of another engine), of the prompt of the request of this id.
+
+        Args:
+            part: None: no more will come, and what has not is computed here.
+
+        Returns:
+            Whether it waits for that: if not, it is computed here, or has ended.
+
+        Raises:
+            HandoffError: anything is wrong with the part; the request waits on.
+            RequestError: the request has no `peer`.
+            EngineError: the engine is closed, or its device hangs.
+        """
+        return self._call(lambda: self._core.receive(name, part, self._clock()))
 
     def _leave(self, handle: Handle) -> None:
         """Ends the request of this handle, and none that has its name since."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+import sys
 from collections.abc import Hashable
 from typing import Any
 
-from ..manager import Request
+from ..manager import Arrival, Request
 from .prompt import Prompt, derived_seed
 
 __all__ = ["Job", "JobState"]
@@ -18,6 +19,7 @@ class JobState(enum.Enum):
     QUEUED = "queued"
     LIVE = "live"
     PREEMPTED = "preempted"
+    LEAVING = "leaving"  # computed, and not all of its hand-off is told
     ENDED = "ended"
 
 
@@ -41,7 +43,10 @@ class Job:
         cached: tokens of its prompt that were found in the cache; -1: it was not admitted yet.
         shard: of its request; of one in the queue whose prompt storage is asked for, where that comes to.
         fetch: what storage is asked for its prompt (`done`); None: nothing.
-        patience: until when it waits for that.
+        patience: until when it waits for that, or for another host.
+        goal: how many tokens are computed of it at most: of one for another host those of full blocks.
+        lease: of its hand-off, so far.
+        arrival: what comes of it from another host; None: nothing yet.
     """
 
     id: Hashable
@@ -66,6 +71,9 @@ class Job:
     admitted: float = 0.0
     fetch: Any = None
     patience: float = math.inf
+    goal: int = sys.maxsize
+    lease: str | None = None
+    arrival: Arrival | None = None
 
     @classmethod
     def of(cls, prompt: Prompt, name: Hashable, index: int, order: int, now: float, aging: float, seed: int) -> Job:

@@ -12,8 +12,9 @@ import numpy as np
 
 from ..checks import as_int, check_boolean, check_integer, check_seconds, shown
 from ..errors import RequestError
-from ..manager import Arrival, MediaItem, Namespace
+from ..manager import MediaItem, Namespace
 from ..manager.prefix.token_ids import token_ids
+from ..tiers.remote import Peer
 
 __all__ = ["Completion", "Mask", "Output", "Prompt", "derived_seed", "stop_ids"]
 
@@ -46,8 +47,11 @@ class Prompt:
             of it), so that no state is kept at the end of the answer.
         score: nothing is sampled: its outputs are `tokens` but the first, with `logprobs` and `top` of each, computed
             in one pass through the cache in which nothing is looked up and of which nothing stays.
-        export: it ends as "handoff" at its last block boundary, and others go on with it (`Output.lease`).
-        arrival: its prefix comes from another host.
+        export: its blocks are computed for another host, and it ends as "handoff" when all is told. Called in the
+            engine's thread with each part, as soon as it can be read (`Handoff.to_json`), to be sent to the engine that
+            goes on (`Engine.receive`); again, until the lease is over, with parts that were lost.
+        peer: the host that computes its prefix (`RecordTransport.connect`): it waits, for `Limits.patience` after each
+            part, and what has not come by then is computed here.
         id: any hashable that no other request of the engine has; default: a number that only grows.
 
     Raises:
@@ -69,8 +73,8 @@ class Prompt:
     routed_experts: bool = False
     reuse: Literal["output", "prompt"] = "output"
     score: bool = False
-    export: bool = False
-    arrival: Arrival | None = None
+    export: Callable[[bytes], object] | None = None
+    peer: Peer | None = None
     id: Hashable | None = None
 
     def __post_init__(self) -> None:
@@ -92,10 +96,10 @@ class Prompt:
             put("logprobs", check_integer("logprobs", self.logprobs, 0, 2**31 - 1, error=RequestError))
         if self.deadline is not None:
             put("deadline", check_seconds("deadline", self.deadline, error=RequestError))
-        for name in ("stop_after", "mask"):
+        for name in ("stop_after", "mask", "export"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise RequestError(f"{name} must be callable or None, got {shown(getattr(self, name))}")
-        for name in ("routed_experts", "score", "export"):
+        for name in ("routed_experts", "score"):
             put(name, check_boolean(name, getattr(self, name), error=RequestError))
         put("stop_tokens", stop_ids(self.stop_tokens))
         put("items", tuple(self.items))
@@ -103,12 +107,12 @@ class Prompt:
             raise RequestError(f"namespace must be a Namespace or None, got {shown(self.namespace)}")
         if self.reuse not in ("output", "prompt"):
             raise RequestError(f'reuse must be "output" or "prompt", got {shown(self.reuse)}')
-        if self.score and (len(self.tokens) < 2 or self.n > 1 or self.export or self.arrival is not None):
+        if self.score and (len(self.tokens) < 2 or self.n > 1 or (self.export or self.peer) is not None):
             raise RequestError("score: of one text of two tokens at least, which no other host has to do with")
-        if self.export and self.n > 1:
-            raise RequestError(f"export: a hand-off is of one request, n is {self.n}")
-        if self.arrival is not None and not isinstance(self.arrival, Arrival):
-            raise RequestError(f"arrival must be an Arrival or None, got {shown(self.arrival)}")
+        if self.export is not None and (self.n > 1 or self.peer is not None):
+            raise RequestError("export: what is handed off is one request, and computed here")
+        if self.peer is not None and not isinstance(self.peer, Peer):
+            raise RequestError(f"peer must be a Peer or None, got {shown(self.peer)}")
 
     @property
     def is_plain(self) -> bool:

@@ -239,7 +239,7 @@ def test_refusals_change_nothing():
         ("score", 1),
         ("score", True),
         ("namespace", "x"),
-        ("arrival", 7),
+        ("peer", 7),
     ],
 )
 def test_a_prompt_is_checked_when_it_is_made(name, value):

@@ -115,9 +115,9 @@ class ByteEngine:
 
     def transfer(self) -> None:
         for stage in self.manager.take_transfers():
-            self._run(stage)
+            self.move(stage)
 
-    def _run(self, stage: TransferStage) -> None:
+    def move(self, stage: TransferStage) -> None:
         for plan, into in ((stage.swap_out, False), (stage.swap_in, True)):
             for device, page in zip(plan.device_ids.tolist(), plan.host_ids.tolist(), strict=True) if plan else ():
                 if into and device:
@@ -148,14 +148,15 @@ class ByteEngine:
         plan = self.manager.plan_step(scheduled)
         self.transfer()
         ids = self.manager.plan_tokens(plan).tolist()
-        self._copy(plan)
+        self.copy(plan)
         drawn, first = dict[Request, list[int]](), 0
         for request, count in scheduled:
-            drawn[request] = [self._feed(request, request.num_cached - count + i, ids[first + i]) for i in range(count)]
+            start, space = request.num_cached - count, self.spaces.get(request.id)
+            drawn[request] = [self.feed(request.slot, space, start + i, ids[first + i]) for i in range(count)]
             first += count
         return drawn
 
-    def _copy(self, plan: StepPlan) -> None:
+    def copy(self, plan: StepPlan) -> None:
         copies = zip(plan.copy_slot_src.tolist(), plan.copy_slot_dst.tolist(), strict=True)
         self.states.update([(target, dict(self.states.get(source, {}))) for source, target in copies if target])
         pairs = [(s, t) for s, t in zip(plan.copy_block_src, plan.copy_block_dst, strict=True) if t]
@@ -165,9 +166,8 @@ class ByteEngine:
             if slot:
                 self.table[slot, column] = block
 
-    def _feed(self, request: Request, position: int, token: int) -> int:
-        slot = request.slot
-        states = self.states.setdefault(slot, {}) if position else {0: _root(self.spaces.get(request.id))}
+    def feed(self, slot: int, space: Namespace | None, position: int, token: int) -> int:
+        states = self.states.setdefault(slot, {}) if position else {0: _root(space)}
         state = _chain(states.get(position, b"!" * 32), token)
         kept = range(position - self.layout.draft_tokens, position + 1)
         self.states[slot] = {n: s for n, s in states.items() if n in kept} | {position + 1: state}

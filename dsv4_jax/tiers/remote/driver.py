@@ -100,7 +100,8 @@ class RemoteDriver:
             been lost. The driver of the host that computes it announces again what it has announced.
 
     Attributes:
-        tier: the manager's receiving side.
+        manager: as given.
+        tier: its receiving side.
 
     Raises:
         RequestError: the manager has no `weights_id`.
@@ -115,7 +116,7 @@ class RemoteDriver:
         _check_published(manager, transport)
         manager.need_weights_id()
         self.tier = RemoteTier(manager, clock=manager.clock)
-        self._manager, self._transport = manager, transport
+        self.manager, self._transport = manager, transport
         self._ask_after = check_seconds("ask_after", ask_after, error=StoreFormatError)
         self._exported: list[_Export] = []
         self._sums: dict[str, dict[int, bytes]] = {}  # of a lease: by page, as they were sent
@@ -137,8 +138,8 @@ class RemoteDriver:
         Returns:
             It, without checksums: what it will tell.
         """
-        handoff = self._manager.export_request(request, seconds=seconds)
-        self._exported.append(_Export(handoff, self._manager.cache.transfers.asked))
+        handoff = self.manager.export_request(request, seconds=seconds)
+        self._exported.append(_Export(handoff, self.manager.cache.transfers.asked))
         return handoff
 
     def export_again(self, lease: str, first: int = 0) -> Handoff | None:
@@ -146,15 +147,15 @@ class RemoteDriver:
 
         A driver asks by itself for what it misses: this is for a host that knows nothing of the lease.
         """
-        handoff = self._manager.export_again(lease, first)
+        handoff = self.manager.export_again(lease, first)
         if handoff is not None:
-            self._exported.append(_Export(handoff, self._manager.cache.transfers.asked))
+            self._exported.append(_Export(handoff, self.manager.cache.transfers.asked))
         return handoff
 
     def take_handoffs(self) -> list[Handoff]:
         """Returns the hand-offs to be sent now (`to_json`), in the order exported. None of a lease that has ended."""
         ready, self._ready = self._ready, []
-        return [handoff for handoff in ready if self._manager.leases.is_sound(handoff.lease)]
+        return [handoff for handoff in ready if self.manager.leases.is_sound(handoff.lease)]
 
     # The host that goes on
 
@@ -178,8 +179,8 @@ class RemoteDriver:
                 nothing has changed.
         """
         lease = Handoff.from_json(handoff).lease
-        known, _ = prompt_tokens(tokens, self._manager.layout.cfg.vocab_size)
-        prompt, now = (known, namespace, given_items(items)), self._manager.clock()
+        known, _ = prompt_tokens(tokens, self.manager.layout.cfg.vocab_size)
+        prompt, now = (known, namespace, given_items(items)), self.manager.clock()
         for arrival, coming in self._arrivals.items():
             same = arrival.lease == lease and coming.peer is peer and not arrival.closed and not arrival.is_over
             if same and (arrival.tokens, arrival.namespace, arrival.items) == prompt:
@@ -189,6 +190,10 @@ class RemoteDriver:
         arrival = self.tier.expect(handoff, known, namespace=namespace, items=prompt[2])
         self._arrivals[arrival] = _Coming(peer, now)
         return arrival
+
+    def close(self, arrival: Arrival) -> None:
+        """Nobody waits for it any more; `poll` tells its host. Raises as `RemoteTier.close`."""
+        self.tier.close(arrival)
 
     # Both
 
@@ -205,7 +210,7 @@ class RemoteDriver:
                 else was published. Reads under way are given up, as they did not go to this pool.
             TransferError: the transport was closed. What was under way has failed, and its pages are free.
         """
-        self._manager.commit()  # which ends leases, too
+        self.manager.commit()  # which ends leases, too
         self.tier.expire()
         try:
             self._transport.check_host(host)
@@ -225,7 +230,7 @@ class RemoteDriver:
         self._ask()
         self._end_arrivals()
         self._take_notices()
-        for ended in self._sums.keys() - self._manager.leases.active.keys():
+        for ended in self._sums.keys() - self.manager.leases.active.keys():
             del self._sums[ended]
 
     def take_messages(self) -> list[Notice]:
@@ -239,7 +244,7 @@ class RemoteDriver:
         for notice in self._transport.notices():
             match _parse(notice.message):
                 case {"acknowledge": str(lease), **rest} if not rest:
-                    self._manager.acknowledge(lease)
+                    self.manager.acknowledge(lease)
                 case {"again": str(lease), "first": first, **rest} if not rest and type(first) is int and first >= 0:
                     if all(each.lease != lease for each in (*(e.handoff for e in self._exported), *self._ready)):
                         self.export_again(lease, min(first, INT64_MAX))
@@ -248,7 +253,7 @@ class RemoteDriver:
 
     def _ask(self) -> None:
         """Asks for hand-offs that were lost, as it seems."""
-        now = self._manager.clock()
+        now = self.manager.clock()
         for arrival, coming in self._arrivals.items():
             missing = not (arrival.last or arrival.closed or arrival.failure is not None)
             if missing and (arrival.asks or now - coming.heard >= self._ask_after):
@@ -262,12 +267,12 @@ class RemoteDriver:
     def _vouch(self, through: bool, fence: Fence | None) -> None:
         """Checksums of what was exported, if all its copies are on the host."""
         for export in self._exported:
-            if self._manager.cache.transfers.have_run(export.asked):
+            if self.manager.cache.transfers.have_run(export.asked):
                 export.fence = _later(export.fence, fence)
         while self._exported:
             handoff, export = self._exported[0].handoff, self._exported[0]
-            if self._manager.leases.is_sound(handoff.lease):
-                queued = self._manager.cache.transfers.have_run(export.asked)
+            if self.manager.leases.is_sound(handoff.lease):
+                queued = self.manager.cache.transfers.have_run(export.asked)
                 if not (through and queued) and not _has_passed(export.fence):
                     break
                 blocks = self._sums_of(handoff.lease, "block", handoff.blocks)

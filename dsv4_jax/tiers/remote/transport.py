@@ -91,6 +91,7 @@ class RecordTransport:
 
     Attributes:
         name: of this end, unlike all others'.
+        published: what `publish_host` returned; None before that.
 
     Args:
         engine: what moves the bytes; the transport owns it.
@@ -105,6 +106,7 @@ class RecordTransport:
         self._timeout = check_seconds("timeout", timeout, error=StoreFormatError)
         self._engine, self._clock = engine, clock
         self._lock = threading.RLock()
+        self.published: bytes | None = None
         self._layout: CacheLayout | None = None
         self._pages = _NO_PAGES
         self._places: list[tuple[int, tuple[int, ...]]] = []  # of the pages' memories
@@ -187,7 +189,9 @@ class RecordTransport:
             self._layout, self._pages = layout, pool
             self._places = [(memory.ctypes.data, memory.shape) for memory in pool.memories]
             fingerprints = layout.block_fingerprint, layout.snapshot_fingerprint
-            return PoolMetadata(self._engine.name, self.name, self.num_pages, pool.width, *fingerprints, reach).pack()
+            metadata = PoolMetadata(self._engine.name, self.name, self.num_pages, pool.width, *fingerprints, reach)
+            self.published = metadata.pack()
+            return self.published
 
     def connect(self, metadata: bytes) -> Peer:
         """Connects to the host that published this, from which pages can be read then. Again: the same peer.
