@@ -481,6 +481,7 @@ class Engine:
         """Gives outputs to their readers; each loop of asyncio is called once."""
         if not outputs:
             return
+        self._stats = self._now()  # who reads an answer finds it counted
         wake: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
         for output in outputs:
             handle = self._handles.get(output.id)

@@ -235,7 +235,7 @@ def test_what_comes_late_is_computed_here(side):
 
 def test_a_host_that_is_gone_is_not_waited_for(side):
     sender, taker = side(lease=0.05), side()
-    here, there, forward = handed(sender, taker)
+    here, there, _ = handed(sender, taker)
     (peer,) = taker.transport._links
     taker.transport.disconnect(peer)
     assert there.result(PATIENCE).tokens == answer(None, PROMPT, 6)

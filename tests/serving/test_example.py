@@ -7,6 +7,9 @@ from types import ModuleType
 
 import pytest
 
+from dsv4_jax.engine import Core, Engine, ShadowExecutor, shapes_of
+from dsv4_jax.manager import KVCacheManager
+
 from ..examples import load_example
 
 
@@ -24,7 +27,6 @@ def test_it_serves_under_pressure_what_cold_runs_answer(example: ModuleType, cap
     assert numbers["preemptions"] and numbers["evictions"]["device"] and numbers["evictions"]["host"]
     assert all(rate > 0 for rate in numbers["hit_rate_by_tier"].values())
     assert numbers["sampled_tokens"] == sum(job.max_new_tokens for job in example.conversations(16, 0))
-    assert example.step._cache_size() == 1, "the server and the cold runs share one executable"
 
     assert example.main(["--requests", "5", "--no-check", "--policy", "selective:1", "--prometheus"]) == 0
     text = capsys.readouterr().out
@@ -32,21 +34,33 @@ def test_it_serves_under_pressure_what_cold_runs_answer(example: ModuleType, cap
 
 
 def test_a_wrong_answer_is_told(example: ModuleType, capsys, monkeypatch) -> None:
-    """Without a model: every step draws the token 7, and the cold runs are said to answer otherwise."""
-    monkeypatch.setattr(example, "step", lambda params, cache, plan, tokens: ([7] * plan.unpack().num_seqs, cache))
-    assert example.main(["--requests", "6", "--host-blocks", "0"]) == 0
-    capsys.readouterr()
-    monkeypatch.setattr(example, "alone", lambda server, job: [8])
-    assert example.main(["--requests", "6", "--host-blocks", "0"]) == 1
-    out = capsys.readouterr()
-    assert "0 of 4 answers" in out.out and out.err.count("differs from its cold run: [7, ") == 4
+    """Without a model: what a shadow of a device samples, and cold runs of another shadow that say otherwise."""
+    engines = 0
+
+    class Shadow(ShadowExecutor):
+        def _draw(self, seed, place, fed, mask):
+            return super()._draw(wrong and self.number, place, fed, mask)
+
+    def engine(params, layout, size, *, policy, host=0, chunk_tokens):
+        nonlocal engines
+        manager = KVCacheManager(layout, size, policy=policy, host=host or None)
+        executor = Shadow(shapes_of([manager], chunk_tokens), layout.cfg.vocab_size)
+        executor.number = engines = engines + 1
+        return Engine(Core(manager, executor.shapes), executor)
+
+    monkeypatch.setattr(example.Engine, "of", engine)
+    for wrong in (0, 1):
+        assert example.main(["--requests", "6", "--host-blocks", "0" if wrong else "24"]) == wrong
+        out = capsys.readouterr()
+        assert "checked" in out.out and out.err.count("differs from its cold run: [") == 4 * wrong
 
 
 @pytest.mark.parametrize(
     ("argv", "problem"),
     [
-        (["--requests", "0"], "at least 1"),
-        (["--blocks", "3"], "'3' is not an integer of at least 12"),
+        (["--requests", "0"], "--requests: at least 1"),
+        (["--requests", "many"], "invalid int"),
+        (["--blocks", "3"], "--blocks: at least 12"),
         (["--policy", "selective:x"], "is not write_back"),
         (["--policy", "never"], "is not write_back"),
     ],
