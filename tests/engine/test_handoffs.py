@@ -36,7 +36,6 @@ class ByteExecutor:
         self.transport.publish_host(self.bytes.host)
         self.driver = RemoteDriver(self.bytes.manager, self.transport, ask_after=0.05)
         self.on_send: Callable[[Work], object] = lambda work: None
-        self.on_poll: Callable[[bool], object] = lambda idle: None
         self.last: list[int] = []
 
     def check(self, prompt: Prompt) -> None:
@@ -63,7 +62,6 @@ class ByteExecutor:
 
     def poll(self, *, idle: bool) -> bool:
         manager = self.bytes.manager
-        self.on_poll(idle)
         if idle:
             manager.flush()
             self.move([manager.take_transfers()])
@@ -93,10 +91,6 @@ class Side:
         self.core = Core(self.manager, self.executor.shapes, limits=limit, remote=self.executor.driver, ahead=ahead)
         self.engine = Engine(self.core, self.executor)
 
-    def stop(self) -> None:
-        self.engine.close()
-        self.transport.close()
-
 
 @pytest.fixture
 def side():
@@ -107,9 +101,13 @@ def side():
         return made[-1]
 
     yield make
-    for each in made:
-        each.stop()
-        assert not any(each.executor.bytes.held().values()), each.executor.bytes.held()
+    try:
+        for each in made:
+            until(lambda held=each.executor.bytes.held, call=each.engine._call: not any(call(held).values()))
+    finally:
+        for each in made:
+            each.engine.close()
+            each.transport.close()
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -262,7 +260,6 @@ def test_an_abort_at_either_end_leaves_nothing(side, when):
     if when == "queued":
         sender.engine.resume()
     lease_over(sender)
-    until(lambda: not any(taker.executor.bytes.held().values()))
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -274,16 +271,16 @@ def test_a_step_that_fails_takes_its_leases_along(side, together):
 
     failures = [OSError("the device")]
 
-    def fail(now: bool) -> None:
-        if len(parts) >= 2 and now and failures:
+    def fail(work: Work) -> None:
+        alone = all(row.prompt.export is None for row in work.rows[0])  # all is computed, and not all is told
+        if len(parts) >= 2 and alone != together and failures:
             raise failures.pop()
 
-    if together:
-        sender.executor.on_send = lambda work: fail(True)
-    else:
-        sender.executor.on_poll = fail  # while nothing is computed: all is, and not all is told
+    sender.executor.on_send = fail
+    other = sender.engine.add(Prompt(tokens=[1], max_new_tokens=100))
     here = sender.engine.add(Prompt(tokens=PROMPT, export=parts.append))
     ended = here.result(PATIENCE)
+    assert isinstance(other.result(PATIENCE).error, OSError)
     assert ended.finish == ("error" if together else "handoff") and sender.engine.stats().counts["failures"] == 1
     assert len({json.loads(part)["lease"] for part in parts}) == 2 - together
     for part in parts:

@@ -1,0 +1,112 @@
+"""The device executor under an engine: weights that change, memory given up, prompts from another engine."""
+
+from __future__ import annotations
+
+import logging
+
+import jax
+import numpy as np
+import pytest
+
+from dsv4_jax import CacheLayout, CacheSize, DSV4Config, model
+from dsv4_jax.engine import Engine, Limits, Prompt
+from dsv4_jax.errors import EngineError, PlanError, RequestError
+from dsv4_jax.manager import HostSize
+from dsv4_jax.tiers.remote import RecordTransport
+from dsv4_jax.transports import open_engine
+from tests.clock import PATIENCE
+
+from ..examples import load_example
+from ..model.feeding import CSA, HCA, text_tokens
+
+CFG = DSV4Config.tiny(layer_types=(CSA, HCA))
+LAYOUT = CacheLayout(CFG, "f32", "f32", block_tokens=16)
+SIZE, HOST = CacheSize(16, 3, 5, num_snapshots=4), HostSize.of(LAYOUT, 16, 4)
+TEXT = text_tokens(70).tolist()
+
+
+@pytest.fixture(scope="module")
+def weights() -> list[model.Params]:
+    return [model.init_params(CFG, seed=seed) for seed in (1, 2)]
+
+
+def engine(params: model.Params, name: str, **options) -> Engine:
+    return Engine.of(params, LAYOUT, SIZE, weights_id=name, host=HOST, chunk_tokens=32, **options)
+
+
+def answer(one: Engine, tokens=TEXT, count: int = 6) -> list[int]:
+    done = one.add(Prompt(tokens=tokens, max_new_tokens=count)).result(PATIENCE)
+    assert done.error is None, done.error
+    return done.tokens
+
+
+def test_weights_change_between_steps_and_memory_comes_and_goes(weights, caplog):
+    """Tokens after a change are those of an engine that never had other weights; nothing is compiled for it."""
+    old, new = weights
+    with engine(new, "new") as fresh:
+        expected = answer(fresh)
+    with engine(old, "old") as one:
+        before = answer(one)
+        assert before != expected
+        with jax.log_compiles(), caplog.at_level(logging.WARNING):
+            wrong = jax.tree.map(lambda x: x, new) | {"embed": new["embed"][:-1]}
+            for params, name, problem in (
+                (wrong, "wrong", r"params\['embed'\] is float32\["),
+                ({}, "wrong", "structure"),
+                (new, "old", "of the weights in use"),
+            ):
+                with pytest.raises(RequestError, match=problem):
+                    one.update_weights(params, name)
+            assert answer(one) == before, "a refusal changes nothing"
+
+            one.pause()
+            waiting = one.add(Prompt(tokens=TEXT, max_new_tokens=6))
+            one.update_weights(new, "new")
+            assert not waiting.done
+            one.resume()
+            done = waiting.result(PATIENCE)
+            assert done.tokens == expected and done.cached == 0 and done.weights_id == "new"
+            assert one.add(Prompt(tokens=TEXT, max_new_tokens=1)).result(PATIENCE).cached == 64, (
+                "of the new ones it is found"
+            )
+
+            one.sleep()
+            with pytest.raises(EngineError):
+                one.sleep()
+            waiting = one.add(Prompt(tokens=TEXT, max_new_tokens=6))
+            one.wakeup()
+            done = waiting.result(PATIENCE)
+            assert done.tokens == expected and done.cached == 64, "it was on the host"
+        compiled = [text for text in caplog.messages if "Compiling" in text and ("_mixed" in text or "_decode" in text)]
+        assert not compiled, compiled
+
+
+def test_a_prompt_of_another_engine_is_gone_on_with(weights):
+    """Over sockets, from one thread's engine to another's, beside steps that do not wait for it."""
+    transports = [RecordTransport(open_engine("loopback"), timeout=PATIENCE) for _ in range(2)]
+    limits = Limits(patience=PATIENCE, lease=PATIENCE)
+    here, there = (engine(weights[0], "same", transport=each, limits=limits) for each in transports)
+    with transports[0], transports[1], here, there:
+        expected, parts = answer(there, TEXT[::-1]), list[bytes]()
+        peer = transports[1].connect(transports[0].published)
+        goes_on = there.add(Prompt(tokens=TEXT, max_new_tokens=6, peer=peer))
+        ended = here.add(Prompt(tokens=TEXT, export=parts.append)).result(PATIENCE)
+        assert ended.finish == "handoff" and ended.lease
+        for part in parts:
+            assert there.receive(goes_on.id, part)
+        done = goes_on.result(PATIENCE)
+        assert done.cached == 64 and here.stats().counts["computed_tokens"] == 64
+        assert answer(here) == done.tokens and answer(there, TEXT[::-1]) == expected
+        while len(here.managers[0].leases):
+            pass
+    with pytest.raises(PlanError, match="host tier"):
+        Engine.of(weights[0], LAYOUT, SIZE, weights_id="same", transport=transports[0])
+
+
+@pytest.mark.slow
+def test_policy_gradients(capsys):
+    """examples/rollout.py: what sampling says and what scoring says is the same, under each round's weights."""
+    rounds = load_example("rollout").main(["--rounds", "3"])
+    assert len(rounds) == 3 and all(apart < 1e-4 for _, apart in rounds)
+    assert capsys.readouterr().out.count("round ") == 3
+    assert np.isfinite([reward for reward, _ in rounds]).all()
