@@ -87,7 +87,7 @@ class CoarseCore(Core):
             self.counts["calls"] += 1
             self.counts["steps"] += 1
             self._sent.append(Sent([[] for _ in self.managers], True))
-            return Work("quiet", (), (), 1, _NOTHING, _NOTHING, (), {}, None, self._gliding)
+            return Work("quiet", (), (), 1, _NOTHING, _NOTHING, (), {}, quiet=self._gliding)
         if work is None:
             self._step -= 1
         return work
@@ -148,7 +148,7 @@ class CoarseCore(Core):
             transfers.append(manager.take_transfers())
         self._before = before
         self._sent.append(Sent(sent, False))
-        return Work("mixed", plans, transfers, 1, _NOTHING, _NOTHING, rows, {}, None, self._gliding)
+        return Work("mixed", plans, transfers, 1, _NOTHING, _NOTHING, rows, {}, quiet=self._gliding)
 
     def _shape(self, rows: int, tokens: int) -> StepShape:
         """Of a step: the mixed one's, but for its rows and tokens. What glides takes none of its room."""

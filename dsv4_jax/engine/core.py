@@ -32,7 +32,7 @@ from ..errors import (
     QueueFullError,
     RequestError,
 )
-from ..manager import KVCacheManager, Request, StepShape
+from ..manager import Arrival, KVCacheManager, Request, StepShape
 from ..manager.prefix.token_ids import check_range
 from ..manager.transfers import Transfers
 from .executor import Drawn, Row, Shapes, Work
@@ -200,11 +200,14 @@ class Core:
         first = self.managers[0]
         return min(first.context_limit, first.pool_limit)
 
-    def add(self, prompt: Prompt, now: float, *, name: Hashable | None = None) -> Hashable:
+    def add(
+        self, prompt: Prompt, now: float, *, name: Hashable | None = None, arrival: Arrival | None = None
+    ) -> Hashable:
         """Puts a prompt in the queue; returns its id. It has changed nothing if it raises.
 
         Args:
             name: its id, if the prompt has none.
+            arrival: what has come of it from another host: it need not be waited for.
 
         Raises: as `check`, and:
             RequestError: its id is in use, or cannot be one.
@@ -240,6 +243,7 @@ class Core:
             if job.expires < math.inf:
                 heapq.heappush(self._deadlines, (job.expires, job.order, job))
             self._enqueue(job)
+            job.arrival = arrival
         self.counts["added"] += len(jobs)
         return name
 
@@ -826,8 +830,8 @@ class Core:
         jobs.remove(job)
         if not jobs:
             del self._jobs[job.id]
-            if job.arrival is not None and not job.arrival.closed:
-                self._handoffs.close(job.arrival)  # type: ignore[union-attr]
+            if job.arrival is not None and not job.arrival.closed and self._handoffs is not None:
+                self._handoffs.close(job.arrival)
         self.counts[f"ended_{finish}"] += 1
         self._tell(job, finish=finish, error=error, **what)
 

@@ -165,12 +165,11 @@ class Host:
                 tokens=run_tokens(trace.prompt, self.server.layout.cfg.vocab_size),
                 max_new_tokens=max(trace.output_tokens, 1),  # one that nobody asks for is sampled, and never fed
                 namespace=job.namespace,
-                arrival=job.arrival,
                 id=job.index,
             )
             self.executor.jobs[job.index] = job
             self._queued += trace.prompt_tokens
-            self.core.add(prompt, job.offered)
+            self.core.add(prompt, job.offered, arrival=job.arrival)
         return len(self._door) < waited
 
     def _becomes_live(self, admitted: Job) -> None:

@@ -17,6 +17,7 @@ from dsv4_jax.engine.prompt import Output
 from dsv4_jax.errors import EngineError, PlanError, RequestError
 from dsv4_jax.manager import MediaItem, Namespace
 
+from ..effort import lines_run
 from .serving import BLOCK, COLUMNS, Seeded, Server
 from .test_engine import TEXT, answer, engine, joined, prompt
 
