@@ -21,7 +21,7 @@ LAYERS = (
     ("capacity", "plan", "record_format", "records"),
     ("manager",),
     # Of the engine, what decides, and what it says to whatever runs steps: without jax.
-    tuple(f"engine.{name}" for name in ("prompt", "job", "executor", "core", "coarse", "shadow", "loop")),
+    tuple(f"engine.{name}" for name in ("prompt", "job", "executor", "handoffs", "core", "coarse", "shadow", "loop")),
     ("simulate", "stores"),
     ("ffi",),
     ("ops",),

@@ -135,6 +135,7 @@ class CoarseCore(Core):
             for job, count in pairs:
                 request, prompt = job.request, job.prompt
                 assert request is not None
+                self._note_hit(job, request)
                 samples = request.num_cached + count >= len(request.tokens)
                 text = request.tokens if job.fresh and samples else None
                 rows[-1].append(Row(prompt, job.sampling, job.seed, request.slot, count, not job.out, samples, 0, text))

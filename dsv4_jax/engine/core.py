@@ -635,10 +635,7 @@ class Core:
                 request = job.request
                 assert request is not None
                 start = request.num_cached
-                if job.cached < 0:  # what is cached is looked up again when its first chunk is scheduled
-                    job.cached = request.num_hit
-                    self.counts["cached_tokens"] += request.num_hit
-                    self.counts["prompt_tokens"] += len(job.prompt.tokens)
+                self._note_hit(job, request)
                 if job.ahead:
                     source[shard, at] = job.row
                 prefills = not (job.out or job.ahead)
@@ -676,6 +673,13 @@ class Core:
         flat = None if targets is None else targets.reshape(-1)
         kind = "score" if scores else "decode" if decoding else "mixed"
         return Work(kind, plans, transfers, steps, tokens.reshape(-1), source.reshape(-1), rows, masks, flat)
+
+    def _note_hit(self, job: Job, request: Request) -> None:
+        """What is cached of a prompt is known when its first chunk is scheduled: until then it is looked up again."""
+        if job.cached < 0:
+            job.cached = request.num_hit
+            self.counts["cached_tokens"] += request.num_hit
+            self.counts["prompt_tokens"] += len(job.prompt.tokens)
 
     def _mask(self, job: Job, row: int, masks: dict[int, np.ndarray]) -> None:
         """Asks a request which tokens may come next. One that raises ends when the step has run."""

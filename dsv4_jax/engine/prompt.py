@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import struct
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -14,7 +14,9 @@ from ..checks import as_int, check_boolean, check_integer, check_seconds, shown
 from ..errors import RequestError
 from ..manager import MediaItem, Namespace
 from ..manager.prefix.token_ids import token_ids
-from ..tiers.remote import Peer
+
+if TYPE_CHECKING:
+    from ..tiers.remote import Peer
 
 __all__ = ["Completion", "Mask", "Output", "Prompt", "derived_seed", "stop_ids"]
 
@@ -111,7 +113,7 @@ class Prompt:
             raise RequestError("score: of one text of two tokens at least, which no other host has to do with")
         if self.export is not None and (self.n > 1 or self.peer is not None):
             raise RequestError("export: what is handed off is one request, and computed here")
-        if self.peer is not None and not isinstance(self.peer, Peer):
+        if self.peer is not None and not hasattr(self.peer, "error"):
             raise RequestError(f"peer must be a Peer or None, got {shown(self.peer)}")
 
     @property
