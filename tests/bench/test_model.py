@@ -133,7 +133,7 @@ def arguments(**given) -> argparse.Namespace:
 
 
 def test_few_requests_are_cut_for_latency(monkeypatch) -> None:
-    monkeypatch.setattr(bench_steps, "device_bytes", lambda: 2**40)
+    monkeypatch.setattr(bench_steps, "device_limit", lambda: 2**40)
     splits = [option.key_split for option in bench_steps.model_options(arguments(batch=[1, 16, 17]), False)]
     assert splits == ["latency", "latency", "throughput"]
     (option,) = bench_steps.model_options(arguments(batch=[1], key_split="throughput"), False)
@@ -142,7 +142,7 @@ def test_few_requests_are_cut_for_latency(monkeypatch) -> None:
 
 def test_as_many_layers_run_as_fit(monkeypatch) -> None:
     def chosen(gib: float, **given) -> int:
-        monkeypatch.setattr(bench_steps, "device_bytes", lambda: int(gib * 2**30))
+        monkeypatch.setattr(bench_steps, "device_limit", lambda: int(gib * 2**30))
         (layers,) = {option.config().num_layers for option in bench_steps.model_options(arguments(**given), False)}
         return layers
 
@@ -158,7 +158,7 @@ def test_as_many_layers_run_as_fit(monkeypatch) -> None:
 
 
 def test_few_requests_share_heads_and_many_do_not(monkeypatch) -> None:
-    monkeypatch.setattr(bench_steps, "device_bytes", lambda: 200 << 30)
+    monkeypatch.setattr(bench_steps, "device_limit", lambda: 200 << 30)
     options = bench_steps.model_options(arguments(devices=2, batch=[1, 8, 64]), False)
     assert [(option.split.data, option.split.tensor) for option in options] == [(1, 2), (1, 2), (2, 1)]
     with pytest.raises(OptionError, match="--devices: 64 of"):

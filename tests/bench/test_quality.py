@@ -77,6 +77,7 @@ def test_picks_are_compared_as_sets() -> None:
     np.testing.assert_allclose(quality._alike(*padded), np.mean(same, 0), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_accepted_drafts_are_those_the_model_would_have_made(params) -> None:
     rows = list(acceptance.measure_acceptance(CFG, params, FEEDING, 2, 0.0, kv_format="f32", index_format="f32"))
     right = []

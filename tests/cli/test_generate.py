@@ -68,6 +68,8 @@ class Script:
 
     def drain(self): ...
 
+    def move(self, transfers): ...
+
     def send(self, work):
         rows = [[self.draw(row, work.steps) for row in some] for some in work.rows]
         return types.SimpleNamespace(get=lambda: Drawn(rows))

@@ -62,6 +62,7 @@ def test_through_a_cache_of_float32(params: model.Params, logits: np.ndarray) ->
     assert_as_good(feed(CFG, params, SMALL_TEXT, (160,)), logits, EXACT)
 
 
+@pytest.mark.slow
 def test_as_released(logits: np.ndarray) -> None:
     """Weights, rows and index keys."""
     _, released = model.load_hf(SMALL, weights="released", packed=True)
