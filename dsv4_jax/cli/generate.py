@@ -164,8 +164,9 @@ def run(args: argparse.Namespace) -> int:
             top=args.logprobs or 0,
             **{name: options[name] for name in ("chunk_tokens", "decode_steps", "drafts", "seed", "implementation")},
         )
+        draws = not options["sampling"].greedy or options["sampling"].penalised
         with Progress("compiling"):
-            for work in core.warm_up(prompts=any(len(prompt.tokens) > 1 for prompt in prompts)):
+            for work in core.warm_up(prompts=any(len(prompt.tokens) > 1 for prompt in prompts), draws=draws):
                 executor.send(work).get()
         compiled = time.perf_counter()
         for i, prompt in enumerate(prompts):

@@ -258,7 +258,7 @@ class Core:
         else:
             heapq.heappush(self._queue.setdefault(job.tenant, []), (job.rank, job.order, job))
 
-    def warm_up(self, *, prompts: bool = True) -> Iterator[Work]:
+    def warm_up(self, *, prompts: bool = True, draws: bool | None = None) -> Iterator[Work]:
         """Works of nothing, one of each executable that plain requests need: to be run before the first one comes.
 
         (Log-probabilities, masks, penalties and routed experts are executables of their own, compiled when first asked
@@ -266,6 +266,7 @@ class Core:
 
         Args:
             prompts: whether there will be prompts of more than one token.
+            draws: whether requests will draw, or have penalties; None: some will, some will not.
 
         Raises:
             EngineError: calls are under way, or it sleeps.
@@ -275,11 +276,10 @@ class Core:
         nothing: list[list[tuple[Job, int]]] = [[] for _ in self.managers]
         kinds = [(True, self.shapes.steps)] + ([(False, 1)] if prompts else [])
         for decoding, steps in kinds:
-            work = self._work(nothing, nothing, decoding, steps)
-            self._sent.clear()
-            yield work
-            yield dataclasses.replace(self._work(nothing, nothing, decoding, steps), draws=True)
-            self._sent.clear()
+            for either in (False, True) if draws is None else (draws,):
+                work = self._work(nothing, nothing, decoding, steps)
+                self._sent.clear()
+                yield dataclasses.replace(work, draws=either)
 
     def abort(self, name: Hashable, finish: str = "abort") -> bool:
         """Ends a request, whatever it does now; its blocks are free at once. Whether there was one."""
