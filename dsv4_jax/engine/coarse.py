@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import numpy as np
@@ -204,7 +204,7 @@ class CoarseCore(Core):
                 self._interrupt(job)
         return super().sleep()
 
-    def _begin_again(self, lost: Iterable[Job], error: Exception | None, **weights: Any) -> None:
+    def _begin_again(self, lost: Container[Job], error: Exception | None, **weights: Any) -> None:
         for job in list(self.jobs):
             self._interrupt(job)
         super()._begin_again(lost, error, **weights)

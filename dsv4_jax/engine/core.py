@@ -17,7 +17,7 @@ import collections
 import dataclasses
 import heapq
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -40,7 +40,7 @@ from .handoffs import Handoffs, Remote
 from .job import Job, JobState
 from .prompt import Output, Prompt, derived_seed
 
-__all__ = ["Core", "Limits", "Sent", "Storage", "shapes_of"]
+__all__ = ["Core", "Limits", "Sent", "Storage", "check_id", "shapes_of"]
 
 
 class Storage(Protocol):
@@ -140,7 +140,7 @@ class Core:
             raise PlanError(f"hand-offs are of one data shard, here are {len(self.managers)}")
         self.shapes, self.limits, self.storage = shapes, limits, [*storage]
         self.layout = self.managers[0].layout
-        self.depth = 2 if check_boolean("ahead", ahead, error=PlanError) and shapes.ahead else 1
+        self.depth = 2 if check_boolean("ahead", ahead, error=PlanError) else 1
         self.paused = self.asleep = False
         self.counts = collections.Counter[str]()
         self.problem: Exception | None = None
@@ -215,12 +215,7 @@ class Core:
         """
         self.check(prompt)
         name = wanted = prompt.id if name is None else name
-        try:
-            used = name is not None and name in self._jobs
-        except TypeError:
-            raise RequestError(f"an id must be hashable, got {shown(name)}") from None
-        if used:
-            raise RequestError(f"id {shown(name)} is in use")
+        check_id(name, self._jobs)
         if self._waiting + prompt.n > self.limits.queued:
             raise QueueFullError(self._waiting, self.limits.queued)
         while name is None or (wanted is None and name in self._jobs):
@@ -287,6 +282,11 @@ class Core:
         for job in jobs:
             self._end(job, finish)
         return bool(jobs)
+
+    def abort_all(self) -> None:
+        """Ends every request, as `abort` does."""
+        for name in [*self._jobs]:
+            self.abort(name)
 
     def receive(self, name: Hashable, part: bytes | None, now: float) -> bool:
         """A part of a hand-off of this request's prompt has come (`Prompt.export`). Whether it still waits for that.
@@ -771,9 +771,7 @@ class Core:
         new = [token for token in drawn.tokens[shard][row] if token >= 0]
         job.out += new
         job.logprobs += drawn.logprobs[shard][row][: len(new)]
-        if job.prompt.logprobs and drawn.top is not None:
-            count = job.prompt.logprobs
-            job.top += [(i[:count], p[:count]) for i, p in drawn.top[shard][row][: len(new)]]
+        job.top += _top(job.prompt, drawn, shard, row, len(new))
         self.counts["scored_tokens"] += len(new)
         if len(job.out) + 1 == len(job.prompt.tokens):
             self._end(job, "length", tokens=job.out, logprobs=job.logprobs, top=job.top)
@@ -800,9 +798,7 @@ class Core:
         more: dict[str, Any] = {}
         if prompt.logprobs is not None and drawn.logprobs is not None:
             more["logprobs"] = drawn.logprobs[shard][row][:kept]
-            if prompt.logprobs and drawn.top is not None:
-                top = drawn.top[shard][row][:kept]
-                more["top"] = [(i[: prompt.logprobs], p[: prompt.logprobs]) for i, p in top]
+            more["top"] = _top(prompt, drawn, shard, row, kept)
         if finish is not None:
             self._end(job, finish, error, tokens=new, **more)
         elif new:
@@ -895,8 +891,8 @@ class Core:
 
         The executor's cache has to be an empty one afterwards (`Executor.recover`).
         """
-        lost = {job: None for sent in self._sent for entries in sent.rows for job, *_ in entries}
-        lost = lost or {job: None for live in self._live for job in live.values()}
+        lost = {job for sent in self._sent for entries in sent.rows for job, *_ in entries}
+        lost = lost or {job for live in self._live for job in live.values()}
         everybody = not lost
         self._begin_again(lost, error)
         if everybody:
@@ -943,7 +939,7 @@ class Core:
             manager.wakeup()
         self.asleep = False
 
-    def _begin_again(self, lost: Iterable[Job], error: Exception | None, **weights: Any) -> None:
+    def _begin_again(self, lost: Container[Job], error: Exception | None, **weights: Any) -> None:
         self._sent.clear()
         again = [job for live in self._live for job in live.values()]
         again += [job for waiting in self._preempted for job in waiting]
@@ -958,20 +954,26 @@ class Core:
                 manager.sleep()
         self._live = [{} for _ in self.managers]
         self._preempted = [[] for _ in self.managers]
-        gone = {*lost}
         for job in sorted(again, key=lambda job: job.order):
-            job.request, job.state, job.lease, job.patience = None, JobState.QUEUED, None, -math.inf
-            self._waiting += 1
-            if job in gone:
+            job.patience = -math.inf
+            self._enqueue(job)
+            if job in lost:
                 self._end(job, "error", error)
-            else:
-                self._waiting -= 1  # it is counted where it is put in the queue
-                self._enqueue(job)
 
     @property
     def jobs(self) -> Iterator[Job]:
         """All that have not ended."""
         return (job for jobs in self._jobs.values() for job in jobs)
+
+
+def check_id(name: Hashable | None, used: Container[Hashable] = ()) -> None:
+    """Raises `RequestError` if this can be no request's id, or is in use. None is no id."""
+    try:
+        hash(name)
+    except TypeError:
+        raise RequestError(f"an id must be hashable, got {shown(name)}") from None
+    if name is not None and name in used:
+        raise RequestError(f"id {shown(name)} is in use")
 
 
 def _check_alike(managers: list[KVCacheManager]) -> None:
@@ -1001,6 +1003,14 @@ def _as_exception(error: BaseException) -> Exception:
     return told
 
 
+def _top(prompt: Prompt, drawn: Drawn, shard: int, row: int, tokens: int) -> list[tuple[list[int], list[float]]]:
+    """The likeliest tokens of a row's first places, as many of each as the prompt asks for."""
+    count = prompt.logprobs
+    return (
+        [(i[:count], p[:count]) for i, p in drawn.top[shard][row][:tokens]] if count and drawn.top is not None else []
+    )
+
+
 def _more(prompt: Prompt) -> int:
     """Tokens that are computed beyond its own: the last one sampled is never fed."""
     return 0 if prompt.export is not None else (0 if prompt.score else prompt.max_new_tokens) - 1
@@ -1018,14 +1028,12 @@ def _cached(manager: KVCacheManager, prompt: Prompt) -> int:
     return manager.cache.tree.match(digests, len(prompt.tokens)).hit
 
 
-def shapes_of(
-    managers: Sequence[KVCacheManager], chunk_tokens: int, *, steps: int = 1, drafts: int = 0, ahead: bool = True
-) -> Shapes:
+def shapes_of(managers: Sequence[KVCacheManager], chunk_tokens: int, *, steps: int = 1, drafts: int = 0) -> Shapes:
     """The shapes of an executor's steps for these managers, one for each data shard.
 
     Args:
         chunk_tokens: most tokens of a step.
-        steps, drafts, ahead: as in `Shapes`.
+        steps, drafts: as in `Shapes`.
 
     Raises:
         PlanError: a step has no room for a token of each slot, and its drafts; or the managers are not alike.
@@ -1038,7 +1046,7 @@ def shapes_of(
         raise PlanError(f"chunk_tokens must be at least the number of slots {rows}{each}, got {chunk_tokens}")
     mixed = manager.pinned_shape(rows, chunk_tokens, history=True)
     decode = manager.pinned_shape(rows, rows * (1 + drafts), steps=steps)
-    return Shapes(_wider(manager, mixed, drafts), _wider(manager, decode, drafts), steps, drafts, ahead)
+    return Shapes(_wider(manager, mixed, drafts), _wider(manager, decode, drafts), steps, drafts)
 
 
 def _wider(manager: KVCacheManager, shape: StepShape, drafts: int) -> StepShape:

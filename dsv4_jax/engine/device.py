@@ -20,7 +20,7 @@ from ..manager.transfers import Transfers
 from ..model.compiled_steps import CompiledSteps, stacked
 from ..model.draft_steps import draft_loop, draft_step
 from ..model.forward import GPU_DECODE_OPTIONS, decode_loop, sample_step, score_step
-from ..model.sampling import GREEDY, Sampled, Sampling, SamplingRows, token_counts
+from ..model.sampling import GREEDY, Sampled, Sampling, SamplingRows, mask_words, token_counts
 from ..model.weights.params import Params, has_mtp
 from ..ops.exchange_buffers import Exchange
 from ..ops.registry import Choice, frozen
@@ -88,7 +88,7 @@ class DeviceExecutor:
         self._top = check_integer("top", top, 0, cache.layout.cfg.vocab_size, error=PlanError)
         self._implementation = frozen(implementation)
         self._placement = CompiledSteps(cache, [exchange.peers for exchange in exchanges])
-        self._words = -(-cache.layout.cfg.vocab_size // 32)
+        self._words = mask_words(cache.layout.cfg.vocab_size)
         self._layout = cache.layout
         if shapes.drafts:
             check_drafts(params, cache, shapes.drafts)
@@ -180,7 +180,7 @@ class DeviceExecutor:
             routed_experts=experts,
             implementation=self._implementation,
         )
-        step = self._placement.compiled(_score, **options)
+        step = self._placement.compiled(score_step, **options)
         scored, self.cache = step(self.params, self.cache, stacked(work.plans), work.tokens, work.targets)
         return _Call(scored, None, work, self._exchanges)
 
@@ -357,13 +357,18 @@ class _Call:
         tokens, kept = np.asarray(sampled.tokens), None if self.kept is None else np.asarray(self.kept)
         for exchange in self.exchanges:
             exchange.check()
-        shards, each = len(self.work.rows), len(tokens) // len(self.work.rows)
-        if self.work.targets is not None:
-            return self._scores(tokens, shards)
+        work, shards = self.work, len(self.work.rows)
 
         def listed(values: Any) -> list[Any]:
-            """By shard and row, one after the other what was kept of each step."""
+            """By shard and row, one after the other what was kept of each step; of a score its row's tokens."""
             values = np.asarray(values)
+            each = len(values) // shards
+            if work.targets is not None:
+                firsts = [plan.seq_first.tolist() for plan in work.plans]
+                return [
+                    [values[(at := i * each + firsts[i][j]) : at + row.count].tolist() for j, row in enumerate(some)]
+                    for i, some in enumerate(work.rows)
+                ]
             if kept is None:
                 rows = values.reshape(len(values), -1, *values.shape[3:]).tolist()
             else:
@@ -371,7 +376,7 @@ class _Call:
                     [x for step, count in zip(row, counts, strict=True) for x in step[:count]]
                     for row, counts in zip(values.tolist(), kept.tolist(), strict=True)
                 ]
-            return [rows[i * each : i * each + len(some)] for i, some in enumerate(self.work.rows)]
+            return [rows[i * each : i * each + len(some)] for i, some in enumerate(work.rows)]
 
         top = None
         if sampled.top_ids is not None:
@@ -380,24 +385,6 @@ class _Call:
         logprobs = None if sampled.logprobs is None else listed(sampled.logprobs)
         experts = None if sampled.experts is None else self._experts(np.asarray(sampled.experts), kept, shards)
         return Drawn(listed(tokens), logprobs, top, experts)
-
-    def _scores(self, targets: np.ndarray, shards: int) -> Drawn:
-        """Of each row's tokens, which are a part of the step's."""
-        work, sampled = self.work, self.sampled
-
-        def cut(values: Any) -> list[list[list[Any]]]:
-            values = np.asarray(values).reshape(shards, -1, *values.shape[1:])
-            return [
-                [values[i, plan.seq_first[j] : plan.seq_first[j] + row.count].tolist() for j, row in enumerate(rows)]
-                for i, (plan, rows) in enumerate(zip(work.plans, work.rows, strict=True))
-            ]
-
-        top = None
-        if sampled.top_ids is not None:
-            pairs = zip(cut(sampled.top_ids), cut(sampled.top_logprobs), strict=True)
-            top = [[[*zip(i, p, strict=True)] for i, p in zip(ids, probs, strict=True)] for ids, probs in pairs]
-        experts = None if sampled.experts is None else self._experts(np.asarray(sampled.experts), None, shards)
-        return Drawn(cut(targets), cut(sampled.logprobs), top, experts)
 
     def _experts(self, experts: np.ndarray, kept: np.ndarray | None, shards: int) -> list[list[np.ndarray]]:
         """Of each row [layers, tokens, k], of the tokens that it keeps.
@@ -445,13 +432,6 @@ def _how(rest: Sequence[jax.Array], draws: bool, masked: bool, asked: dict[str, 
     sampling = left.pop(0) if draws else None
     masks = left.pop(0) if masked else None
     return dict(sampling=sampling, masks=masks, counts=left.pop(0) if left else None, **asked)
-
-
-def _score(
-    params: Params, cache: KVCache, plan: PackedPlan, tokens: jax.Array, targets: jax.Array, **options: Any
-) -> tuple[Sampled, KVCache]:
-    """One step of known texts."""
-    return score_step(params, cache, plan, tokens, targets, **options)
 
 
 def _mixed(

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 from ..checks import check_boolean, check_seconds, shown
 from ..errors import EngineError, PlanError, QueueFullError, RequestError
-from .core import Core
+from .core import Core, check_id
 from .executor import Executor, Pending
 from .handle import Handle
 from .prompt import Completion, Output, Prompt
@@ -194,12 +194,7 @@ class Engine:
         with self._lock:
             self._check_open()
             name = prompt.id
-            try:
-                used = name is not None and name in self._handles
-            except TypeError:
-                raise RequestError(f"an id must be hashable, got {shown(name)}") from None
-            if used:
-                raise RequestError(f"id {shown(name)} is in use")
+            check_id(name, self._handles)
             waiting = self._core.queued + self._entering
             if waiting + prompt.n > self._core.limits.queued:
                 raise QueueFullError(waiting, self._core.limits.queued)
@@ -216,10 +211,7 @@ class Engine:
         Raises:
             RequestError: it can be nobody's id.
         """
-        try:
-            hash(name)
-        except TypeError:
-            raise RequestError(f"an id must be hashable, got {shown(name)}") from None
+        check_id(name)
         self._inbox.put(lambda: self._core.abort(name))
 
     def receive(self, name: Hashable, part: bytes | None) -> bool:
@@ -517,7 +509,7 @@ class Engine:
         with self._lock:
             hung, self._hung = self._hung is not None, None
         if hung:  # nobody reads any more
-            self._abort_all()
+            self._core.abort_all()
         self._tell(outputs)
         self._stats = self._now()
 
@@ -637,11 +629,7 @@ class Engine:
         self._stop = True
         self._core.paused = False
         if not drain or self._core.asleep:
-            self._abort_all()
-
-    def _abort_all(self) -> None:
-        for name in dict.fromkeys(job.id for job in self._core.jobs):
-            self._core.abort(name)
+            self._core.abort_all()
 
 
 def _wake(wake: dict[asyncio.AbstractEventLoop, list[asyncio.Event]]) -> None:

@@ -106,14 +106,12 @@ class Shapes(NamedTuple):
         mixed, decode: of the kinds of step; `decode` has room for K steps and drafts.
         steps: K of a loop, 1: none.
         drafts: most drafts of a row.
-        ahead: whether a call can be fed from the one before it.
     """
 
     mixed: StepShape
     decode: StepShape
     steps: int = 1
     drafts: int = 0
-    ahead: bool = True
 
 
 class Executor(Protocol):

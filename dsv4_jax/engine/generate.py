@@ -168,5 +168,4 @@ def _brought(turn: Turn, drawn: list[list[int]]) -> StepOutput:
 def _leave(core: Core) -> None:
     """Ends all that has not, in managers that can still do that."""
     with contextlib.suppress(ManagerInterruptedError):  # what broke off a call of a manager is on its way
-        for job in list(core.jobs):
-            core.abort(job.id)
+        core.abort_all()

@@ -63,7 +63,7 @@ class Host:
             events=events,
             clock=lambda: self.result.now,
         )
-        shapes = shapes_of([self.manager], server.token_budget, ahead=False)
+        shapes = shapes_of([self.manager], server.token_budget)
         limits = Limits(queued=1 << 62)
         self.executor = TimedExecutor(server, shapes, self.result)
         self.core: Core

@@ -32,7 +32,7 @@ class Known:
         size = dsv4.CacheSize(BLOCKS, slots, COLUMNS, num_snapshots=slots if caching else 0)
         policy, pages = CachePolicy() if caching else None, HostSize.of(layout, 20, 6) if host else None
         self.managers = [KVCacheManager(layout, size, policy=policy, host=pages) for _ in range(shards)]
-        shapes, limits = shapes_of(self.managers, 24, ahead=False), Limits(queued=1000, aging=1.0)
+        shapes, limits = shapes_of(self.managers, 24), Limits(queued=1000, aging=1.0)
         self.core: Core
         if coarse:
             self.core = CoarseCore(self.managers, shapes, self.answer, limits=limits)
