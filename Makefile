@@ -36,7 +36,7 @@ cuda_sources = $(shell find csrc benchmarks -name "*.cu" -o -name "*.cuh" -o -na
 .PHONY: help demo test test-all check docs prepare lint format build wheel clean pythons $(found:%=test-%)
 
 help:
-	@echo "make demo    decode real text through the cache on this machine's CPU"
+	@echo "make demo    a small trained V4 writes Python through the cache on this machine's CPU, and is checked"
 	@echo "make test    lint, build, and tests on Python $(PYTHONS)"
 	@echo "make test-all  as test, with every slow test and every case"
 	@echo "make check   lint, types, and the tests that compile nothing: under two minutes"
@@ -44,7 +44,7 @@ help:
 	@echo "make lint | format | build | wheel | clean | test-3.11 | test-3.12 | test-3.13"
 
 demo: .venv/ready
-	@.venv/bin/python -m dsv4_jax demo
+	@.venv/bin/python -m dsv4_jax demo --checkpoint checkpoints/small
 
 # Tests of the host's half: no device, hardly anything to compile. On Python 3.12, or the one there is.
 host_tests := $(wildcard tests/manager tests/stores tests/cli tests/docs/test_reference.py tests/docs/test_pictures.py \
@@ -121,7 +121,7 @@ endef
 
 .venv/ready: pyproject.toml $(all_constraints)
 	@$(if $(one),,echo "No Python 3.11, 3.12 or 3.13 was found (with the venv and ensurepip modules)" >&2; exit 1)
-	$(call install,.venv,$(one),)
+	$(call install,.venv,$(one),text)
 
 .venv-%/ready: pyproject.toml $(all_constraints)
 	$(call install,.venv-$*,$*,dev)

@@ -15,9 +15,10 @@ from rich.table import Table
 from ..errors import PlanError
 from ..layout import CacheLayout
 from ..plotting import save
+from ..text import Tokenizer
 from .demo_plot import picture
 from .models import load
-from .options import add_command, add_json, option, refuse_same, start_jax
+from .options import add_command, add_json, naming, option, refuse_same, start_jax
 from .printing import Progress, present
 from .values import given_path, output_folder, picture_file, positive
 
@@ -29,7 +30,8 @@ __all__ = ["add_parser", "divergence", "exactness", "readable", "run", "say"]
 
 _EXAMPLES = """
   dsv4-jax demo                                   a tiny random model, text of its own
-  dsv4-jax demo --checkpoint DIR --text FILE      yours (a byte-level vocabulary of at least 256)
+  dsv4-jax demo --checkpoint checkpoints/small    a small trained model: it writes Python, too
+  dsv4-jax demo --checkpoint DIR --text FILE      yours; bytes are its tokens if it has no tokenizer.json
   dsv4-jax demo --plot demo.png --json demo.json  a picture and all numbers
   dsv4-jax demo --keep demo-out                   keep the random model and the text
 """
@@ -54,13 +56,17 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from .demo_accuracy import attention_accuracy
-    from .demo_passes import fast_to_compile, keep, random_model, read_prompts, serve, without_cache
+    from .demo_passes import continued, fast_to_compile, keep, random_model, read_prompts, serve, without_cache
 
     refuse_same({"--text": args.text, "--json": args.json, "--plot": args.plot})
-    prompts = read_prompts(args.text)
+    tokenizer = None
+    if args.checkpoint and (args.checkpoint / "tokenizer.json").is_file():
+        with naming("--checkpoint"):
+            tokenizer = Tokenizer(args.checkpoint)
+    prompts = read_prompts(args.text, tokenizer)
     start_jax()
     cfg, params = load(args.checkpoint) if args.checkpoint else random_model()
-    if cfg.vocab_size < 256:
+    if tokenizer is None and cfg.vocab_size < 256:
         raise PlanError(f"--checkpoint: a vocabulary of {cfg.vocab_size} has no room for bytes")
     written = keep(args.keep) if args.keep else []
     written += [path for path in (args.plot, args.json) if isinstance(path, pathlib.Path)]
@@ -76,11 +82,15 @@ def run(args: argparse.Namespace) -> int:
         second = serve(params, quantised, prompts, args.new_tokens, args.chunk, script=script, **told, **untimed)
         progress.update("each layer of the quantised cache")
         layers = attention_accuracy(params, quantised, script[0], **untimed)
+        if tokenizer is not None:
+            progress.update("writing on two files")
+        written_on = [] if tokenizer is None else continued(params, quantised, tokenizer, args.new_tokens)
     report: dict[str, Any] = {
         **exactness(first, reference),
         "model": str(args.checkpoint or "tiny, random"),
         "random": not args.checkpoint,
-        "requests": _requests(first, prompts, reference),
+        "requests": _requests(first, prompts, reference, tokenizer),
+        "continued": [each._asdict() for each in written_on],
         "quantised": _quantised(quantised, exact, layers, second, reference),
         "speed": _speed(first, random=not args.checkpoint),
         "written": [str(path) for path in written],
@@ -135,14 +145,17 @@ def exactness(served: Served, reference: Sequence[np.ndarray]) -> dict[str, Any]
 
 
 def _requests(
-    served: Served, prompts: Sequence[Sequence[int]], reference: Sequence[np.ndarray]
+    served: Served,
+    prompts: Sequence[Sequence[int]],
+    reference: Sequence[np.ndarray],
+    tokenizer: Tokenizer | None,
 ) -> list[dict[str, Any]]:
     return [
         {
             "prompt_tokens": len(prompt),
             "new_tokens": len(sequence) - len(prompt),
-            "prompt": readable(prompt),
-            "generated": readable(sequence[len(prompt) :]),
+            "prompt": readable(prompt, tokenizer),
+            "generated": readable(sequence[len(prompt) :], tokenizer),
             "max_logit_difference": float(differences.max()),
         }
         for prompt, sequence, differences in zip(
@@ -151,10 +164,12 @@ def _requests(
     ]
 
 
-def readable(tokens: Iterable[int]) -> str:
-    """Bytes as text; what is no printable character is a dot."""
-    data = bytes(token if token < 256 else 0 for token in tokens)
-    text = data.decode("utf-8", errors="replace")
+def readable(tokens: Iterable[int], tokenizer: Tokenizer | None = None) -> str:
+    """Tokens as a line of text, bytes without a tokenizer; what is no printable character is a dot."""
+    if tokenizer is None:
+        text = bytes(token if token < 256 else 0 for token in tokens).decode("utf-8", errors="replace")
+    else:
+        text = " ".join(tokenizer.decode(list(tokens)).split())
     return "".join(c if c.isprintable() and c != "\ufffd" else " " if c.isspace() else "." for c in text)
 
 
@@ -220,6 +235,12 @@ def say(console: Console, report: dict[str, Any]) -> None:
     line("")
     _say_quantised(console, report["quantised"])
     line("")
+    for each in report["continued"]:
+        tokens, cached = each["prompt_tokens"], each["cached"]
+        line(f"[bold]It goes on[/] with this file, of whose {tokens} tokens {cached or 'none'} were in the cache:")
+        console.print(escape(_last_lines(each["begun"], 3)), style="dim", highlight=False)
+        console.print(escape(each["written"].rstrip()), highlight=False)
+        line("")
     speed = report["speed"]
     line(
         f"[bold]Speed[/] of {escape(speed['of'])}: {speed['prefill_tokens_per_s']:,.0f} tokens/s of prefill, "
@@ -230,6 +251,10 @@ def say(console: Console, report: dict[str, Any]) -> None:
         if report["written"]
         else "Nothing was written (--keep DIR: the model and the text; --plot PNG: a picture)."
     )
+
+
+def _last_lines(text: str, count: int) -> str:
+    return "\n".join(["...", *text.rstrip().splitlines()[-count:]])
 
 
 def _end(text: str, width: int) -> str:

@@ -18,11 +18,10 @@ from ..capacity import capacity
 from ..config import AttentionType
 from ..layout import CacheLayout
 from ..manager import KVCacheManager
-from ..model.attention import attention, index_qat_default
-from ..model.numerics import linear, rms_norm
+from ..model.attention import attention, selected_entries
+from ..model.numerics import rms_norm
 from ..model.uncached import attention_uncached, chosen_uncached
 from ..model.weights.params import Params
-from ..ops.numerics import rope_frequencies
 from ..plan import PackedPlan
 from ..step import LayerCacheHandle
 
@@ -90,13 +89,7 @@ def _measure(params: Params, cache: KVCache, plan: PackedPlan, tokens: jax.Array
 
 def _picked(p: Params, handle: LayerCacheHandle, x: jax.Array) -> jax.Array:
     """The entries that each token picks by the stored index keys, [T, T // ratio] bool."""
-    cfg, freq, indexer = handle.layout.cfg, rope_frequencies(handle.layout.cfg, AttentionType.CSA), p["indexer"]
-    q = linear(rms_norm(linear(x, p["wq_a"]), p["q_norm"], cfg.rms_norm_eps), indexer["wq_b"])
-    q = handle.index_queries(
-        q.reshape(-1, cfg.index_n_heads, cfg.index_head_dim), jnp.asarray(freq), qat=index_qat_default(handle.layout)
-    )
-    scale = (cfg.index_head_dim * cfg.index_n_heads) ** -0.5
-    best, kept = handle.top_k(handle.index_scores(q, linear(x, indexer["weights_proj"]), scale=scale))
+    best, kept = selected_entries(p, handle, x)
     there = jnp.arange(best.shape[1])[None] < kept[:, None]
-    entries = x.shape[0] // cfg.ratio(AttentionType.CSA)
+    entries = x.shape[0] // handle.layout.cfg.ratio(AttentionType.CSA)
     return (jax.nn.one_hot(best, entries, dtype=jnp.bool_) & there[..., None]).any(1)

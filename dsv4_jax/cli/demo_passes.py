@@ -17,15 +17,18 @@ from ..capacity import capacity
 from ..config import AttentionType, DSV4Config
 from ..errors import PlanError
 from ..layout import CacheLayout
-from ..manager import KVCacheManager
-from ..model import Params, forward, forward_uncached, init_params, save_hf
+from ..manager import CachePolicy, KVCacheManager
+from ..model import Params, Sampling, forward, forward_uncached, generate, init_params, save_hf
 from ..output import check_output, open_output
+from ..text import Tokenizer
 from .inputs import open_regular
 
 __all__ = [
     "PROMPTS",
     "TEXT",
     "Served",
+    "Written",
+    "continued",
     "fast_to_compile",
     "keep",
     "random_model",
@@ -44,7 +47,43 @@ requests may share. This text is fed to four requests, each from another place, 
 write on, one byte per step, while every logit is compared with a model that has no cache at all and recomputes
 everything from the first byte.
 """
+# Two files of Python that begin alike. Nobody wrote them before: they were not trained on.
+HEAD = """\
+# garden/plots.py
+\"\"\"Plots of a garden: how large they are, what grows on them and when it was last watered.\"\"\"
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+
+class Plot:
+    \"\"\"A piece of ground, and what grows on it.\"\"\"
+
+    def __init__(self, name: str, plants: list[str] | None = None):
+        self.name = name
+        self.plants = list(plants or [])
+        self.watered = None
+
+    def area(self) -> float:
+        \"\"\"Return how large it is, in square metres.\"\"\"
+        raise NotImplementedError
+
+    def plant(self, name: str) -> None:
+        \"\"\"Put a plant there.\"\"\"
+        if name in self.plants:
+            raise ValueError(f"{name!r} grows there already")
+        self.plants.append(name)
+
+
+"""
+FILES = (
+    HEAD + "class RoundPlot(Plot):\n    def __init__(self, name: str, radius: float):\n",
+    HEAD + 'class Garden:\n    """All plots together."""\n\n    def __init__(self, plots: list[Plot]):\n',
+)
 PROMPTS = (233, 150, 90, 37)  # tokens; several HCA flushes of the tiny model, and one short of its first chunk
+_MAX_TEXT = 1 << 20  # bytes of a text that a tokenizer is given
 
 
 def random_model() -> tuple[DSV4Config, Params]:
@@ -57,20 +96,38 @@ def random_model() -> tuple[DSV4Config, Params]:
     return cfg, init_params(cfg)
 
 
-def read_prompts(path: pathlib.Path | None) -> list[list[int]]:
-    """Returns bytes from four places of a text. Raises `PlanError` if it is too short, `FileError` if it is no file."""
+def read_prompts(path: pathlib.Path | None, tokenizer: Tokenizer | None = None) -> list[list[int]]:
+    """Returns tokens from four places of a text: bytes, or those of a tokenizer.
+
+    Args:
+        path: None: a text of the demo's own, about the cache; for a tokenizer Python code.
+
+    Raises:
+        PlanError: the text is too short.
+        FileError: it is no file.
+        RequestError: the tokenizer has no ids for it.
+    """
     if path is None:
-        data = TEXT.encode()
-        return [list(data[at : at + n]) for n, at in _places(len(data))]
+        data = (TEXT if tokenizer is None else "".join(FILES)).encode()
+        return _four_of(list(data) if tokenizer is None else tokenizer.encode(data.decode()))
     with open_regular(path, "--text") as file:
         size = os.fstat(file.fileno()).st_size
+        if tokenizer is not None:
+            tokens = tokenizer.encode(os.pread(file.fileno(), _MAX_TEXT, 0).decode(errors="replace"))
+            if len(tokens) < max(PROMPTS):
+                raise PlanError(f"--text {path}: {len(tokens)} tokens, needs at least {max(PROMPTS)}")
+            return _four_of(tokens)
         if size < max(PROMPTS):
             raise PlanError(f"--text {path}: {size} bytes, needs at least {max(PROMPTS)}")
         return [list(os.pread(file.fileno(), n, at)) for n, at in _places(size)]
 
 
+def _four_of(tokens: list[int]) -> list[list[int]]:
+    return [tokens[at : at + n] for n, at in _places(len(tokens))]
+
+
 def _places(size: int) -> list[tuple[int, int]]:
-    """Returns the length and the first byte of each prompt in a text of so many bytes."""
+    """Returns the length and the first token of each prompt in a text of so many."""
     starts = np.linspace(0, size - max(PROMPTS), len(PROMPTS)).astype(int)
     return list(zip(PROMPTS, starts.tolist(), strict=True))
 
@@ -193,3 +250,42 @@ def without_cache(
         row[: len(sequence)] = sequence
     rows = zip(padded, counts, strict=True)
     return [np.asarray(step(layout.cfg, params, row))[:count] for row, count in rows]
+
+
+class Written(NamedTuple):
+    """A file that the model wrote on.
+
+    Attributes:
+        begun: what it was given.
+        written: what it wrote.
+        prompt_tokens: of what it was given.
+        cached: tokens of them that were found in the cache.
+    """
+
+    begun: str
+    written: str
+    prompt_tokens: int
+    cached: int
+
+
+def continued(params: Params, layout: CacheLayout, tokenizer: Tokenizer, new_tokens: int) -> list[Written]:
+    """Has the model write on two files that begin alike, one after the other: the second finds the first's blocks.
+
+    Greedy text of a small model repeats itself: it is sampled at a temperature of 0.7.
+
+    Args:
+        layout: of the cache between the two.
+        new_tokens: to write on each.
+    """
+    prompts = [tokenizer.encode(begun) for begun in FILES]
+    plan = capacity(layout, max_requests=4, max_context=max(map(len, prompts)) + new_tokens)
+    manager, cache = KVCacheManager(layout, plan.size, policy=CachePolicy()), init_cache(layout, plan.size)
+    sampling, found = Sampling(temperature=0.7, top_p=0.95, seed=0), []
+    for begun, prompt in zip(FILES, prompts, strict=True):
+        before = sum(manager.stats().cache.counters.hit_tokens.values())
+        (tokens,), cache = generate(
+            params, cache, manager, [prompt], max_new_tokens=new_tokens, sampling=sampling, chunk_tokens=64
+        )
+        cached = sum(manager.stats().cache.counters.hit_tokens.values()) - before
+        found.append(Written(begun, tokenizer.decode(tokens), len(prompt), cached))
+    return found

@@ -6,6 +6,7 @@ import json
 import math
 import pathlib
 import re
+from typing import cast
 
 import numpy as np
 import pytest
@@ -14,9 +15,12 @@ from rich.console import Console
 from dsv4_jax import model
 from dsv4_jax.cli import demo, demo_passes, demo_plot, main
 from dsv4_jax.cli.demo_passes import Served
+from dsv4_jax.errors import PlanError
+from dsv4_jax.text import Tokenizer
 
 from .. import pictures
 from ..docs import pages
+from ..model.feeding import SMALL
 
 
 @pytest.mark.slow
@@ -114,6 +118,7 @@ def _report(**changes) -> dict:
         "model": "a/b",
         "random": False,
         "requests": requests,
+        "continued": [{"begun": "a\n[b]", "written": "c[/d]", "prompt_tokens": 9, "cached": 8}],
         "quantised": quantised,
         "speed": speed,
         "written": [],
@@ -142,10 +147,47 @@ def test_what_is_said_of_a_model_of_ones_own() -> None:
     said = " ".join(_said(_report()).split())
     assert "random" not in said and "[/red] a" in said and "The router decides in both." in said
     assert "Nothing was written" in said
+    assert "of whose 9 tokens 8 were in the cache: ... a [b] c[/d]" in said
 
 
 def test_readable() -> None:
     assert demo.readable([*b"a\tb\n", 0, 255, 300, *"é".encode()]) == "a b ...é"
+
+
+class _Letters:
+    """A tokenizer of one token a letter, far from its byte."""
+
+    def encode(self, text: str) -> list[int]:
+        return [1000 + ord(letter) for letter in text]
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(chr(token - 1000) for token in tokens)
+
+
+def test_tokens_of_a_tokenizer(tmp_path: pathlib.Path) -> None:
+    letters = cast("Tokenizer", _Letters())
+    own = demo_passes.read_prompts(None, letters)
+    assert tuple(map(len, own)) == demo_passes.PROMPTS
+    assert demo.readable(own[0], letters) in " ".join("".join(demo_passes.FILES).split())
+    (tmp_path / "text").write_text("\u00e4b " * 200)
+    first, *_ = demo_passes.read_prompts(tmp_path / "text", letters)
+    assert first[:3] == [1000 + ord(letter) for letter in "\u00e4b "]
+    (tmp_path / "text").write_text("\u00e4" * 200)
+    with pytest.raises(PlanError, match="200 tokens, needs at least 233"):
+        demo_passes.read_prompts(tmp_path / "text", letters)
+
+
+@pytest.mark.slow
+def test_the_trained_model_writes_python(capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path) -> None:
+    """As `make demo` runs it, and the second file finds what it shares with the first."""
+    pytest.importorskip("tokenizers")
+    assert main(["demo", "--checkpoint", str(SMALL), "--json", str(tmp_path / "demo.json")]) == 0
+    report, out = json.loads((tmp_path / "demo.json").read_text()), capsys.readouterr().out
+    assert report["passed"] and not report["random"]
+    cold, warm = report["continued"]
+    assert (cold["cached"], warm["cached"]) == (0, 128)
+    assert cold["written"].strip().splitlines()[0].startswith("self.") and cold["written"].splitlines()[0] in out
+    assert "of whose 262 tokens 128 were in the cache" in out
 
 
 def test_divergence() -> None:
