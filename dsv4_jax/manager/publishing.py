@@ -256,6 +256,14 @@ class Publisher:
             if placement is SnapshotKind.ROLLING:
                 request.rolling = node
 
+    def will_keep(self, request: Request) -> bool:
+        """Whether `keep_slot(always=True)` finds room for the state of a request at a block boundary, or one there."""
+        if not self._cache.snapshot_blocks:
+            return True
+        node = self._ends_at(request)
+        has_room = request.rolling is not None or not self._cache.shortage(range(self._cache.snapshot_blocks))
+        return node is not None and (node.has_near_state or has_room)
+
     def keep_slot(self, request: Request, *, always: bool) -> bool:
         """Keeps the state of a request that stands at a block boundary, if it is wanted (or `always`). Whether its slot
         has become the snapshot."""

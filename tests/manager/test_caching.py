@@ -409,6 +409,23 @@ def test_preempted_requests_resume_where_they_were() -> None:
         manager.resume(request)
 
 
+@pytest.mark.parametrize("spare", [0, 60], ids=["full", "room"])
+def test_a_state_in_blocks_that_finds_none_is_parked(spare: int) -> None:
+    """Blocks run out at a block's boundary, as they do, where there is no tail to park: the state goes to the host."""
+    size, policy = CacheSize(8 + spare, 4, 12, num_snapshots=4), CachePolicy(states="blocks")
+    manager = KVCacheManager(LAYOUT, size, policy=policy, host=HostSize.of(LAYOUT, 16, 4))
+    other, request = run(manager, PROMPT[::-1][:32]), run(manager, PROMPT[:32])
+    request.tokens.append(1)
+    manager.preempt(request)
+    assert (request.parked is None) == bool(spare)
+    manager.check_integrity()
+    manager.release_request(other)
+    manager.resume(request)
+    assert (request.num_cached, request.num_pending, request.parked) == (32, 1, None)
+    manager.plan_step([(request, 1)])
+    manager.check_integrity()
+
+
 def test_without_a_host_the_tail_is_fed_again() -> None:
     manager = make()
     request = run(manager, PROMPT[:35])

@@ -6,13 +6,19 @@ That its logits are those of transformers is in test_hf_equivalence.py.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from dsv4_jax import CacheLayout, CachePolicy, DSV4Config, KVCacheManager, init_cache, model, plan_capacity
+from dsv4_jax import CacheLayout, CachePolicy, CacheSize, DSV4Config, KVCacheManager, init_cache, model, plan_capacity
+from dsv4_jax.engine import Engine, Limits, Prompt
+from dsv4_jax.manager import HostSize
+from dsv4_jax.tiers.remote import RecordTransport
+from dsv4_jax.transports import open_engine
 
+from ..clock import PATIENCE
 from .feeding import SMALL, SMALL_TEXT, feed, uncached
 
 CFG = DSV4Config.from_hf(SMALL)
@@ -79,7 +85,7 @@ def test_through_pallas_kernels(params: model.Params, logits: np.ndarray) -> Non
 def test_greedy_text_is_the_same_however_it_is_made() -> None:
     """Where a model knows what comes next nothing hangs on a near tie: not even between executables."""
     _, whole = model.load_hf(SMALL, mtp=True)
-    prompts = [SMALL_TEXT[:300].tolist(), SMALL_TEXT[[*range(260), *range(400, 440)]].tolist()]
+    prompts = [SMALL_TEXT[:378].tolist(), SMALL_TEXT[[*range(260), *range(300, 418)]].tolist()]
     found = {}
     for name, options in {"steps": {}, "loops": {"decode_steps": 4}, "drafts": {"drafts": 2}}.items():
         room = {"draft_tokens": 2, "include_mtp": True} if "drafts" in options else {}
@@ -90,8 +96,49 @@ def test_greedy_text_is_the_same_however_it_is_made() -> None:
             text, cache = model.generate(whole, cache, manager, prompts, max_new_tokens=16, **options)
             found[name + again] = text
         assert sum(manager.stats().cache.counters.hit_tokens.values()) >= 2 * 256
+    found |= _through_engines(whole, prompts)
     assert [len(text) for text in found["steps"]] == [16, 16]
     assert all(text == found["steps"] for text in found.values()), found
+
+
+def _through_engines(params: model.Params, prompts: list[list[int]]) -> dict[str, list[list[int]]]:
+    """Greedy text of requests that were preempted, of prompts in host memory, and of those that another engine has."""
+    layout, limits = CacheLayout(CFG, **ROWS), Limits(patience=PATIENCE, lease=PATIENCE)
+    transports = [RecordTransport(open_engine("loopback"), timeout=PATIENCE) for _ in range(2)]
+
+    def engine(size: CacheSize, **options: Any) -> Engine:
+        host = HostSize.of(layout, 8, 4)
+        return Engine.of(
+            params, layout, size, host=host, weights_id="small", chunk_tokens=160, limits=limits, **options
+        )
+
+    def answers(one: Engine) -> list[list[int]]:
+        asked = [one.add(Prompt(tokens=prompt, max_new_tokens=16)) for prompt in prompts]
+        return [each.result(PATIENCE).tokens for each in asked]
+
+    found = {}
+    with engine(CacheSize(4, 2, 4)) as small:  # six are needed at the prompts' ends
+        found["preempted"] = answers(small)
+        assert small.stats().counts["preemptions"] == 1 and small.stats().counts["computed_tokens"] < 800
+    size = CacheSize(24, 2, 4, num_snapshots=4)
+    here, there = (engine(size, transport=each) for each in transports)
+    with transports[0], transports[1], here, there:
+        found["two engines"] = answers(here)
+        here.sleep()
+        here.wakeup()
+        before = here.stats().counts["computed_tokens"]
+        found["from host memory"] = answers(here)
+        assert here.stats().counts["computed_tokens"] - before < 300
+        parts, peer = list[bytes](), transports[1].connect(transports[0].published)
+        goes_on = [there.add(Prompt(tokens=prompt, max_new_tokens=16, peer=peer)) for prompt in prompts]
+        for prompt, taker in zip(prompts, goes_on, strict=True):
+            parts.clear()
+            assert here.add(Prompt(tokens=prompt, export=parts.append)).result(PATIENCE).finish == "handoff"
+            for part in parts:
+                there.receive(taker.id, part)
+        found["handed off"] = [each.result(PATIENCE).tokens for each in goes_on]
+        assert all(each.result().cached >= 256 for each in goes_on)
+    return found
 
 
 @pytest.mark.gpu
