@@ -29,9 +29,9 @@ class Parking:
             return None
         if not request.has_whole_state:
             return None
-        if first * self._layout.block_tokens == request.num_cached and (request.forked is None or not first):
-            if self._publisher.will_keep(request):
-                return None  # its state becomes a snapshot, or there is one already
+        at_boundary = first * self._layout.block_tokens == request.num_cached and (request.forked is None or not first)
+        if at_boundary and self._publisher.will_keep(request):
+            return None  # its state becomes a snapshot, or there is one already
         own = request.blocks[first : self._layout.blocks_for(request.num_cached)]
         needed = state_pages(self._layout, request.num_cached)
         if len(own) + needed > cache.pages.num_total:
