@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import dsv4_jax as dsv4
@@ -13,8 +14,18 @@ from dsv4_jax.engine.prompt import derived_seed
 from dsv4_jax.engine.shadow import answer_of
 from dsv4_jax.manager import CachePolicy, HostSize, KVCacheManager
 
+from ..clock import PATIENCE
+
 CFG = dsv4.DSV4Config.tiny(layer_types=tuple(dsv4.AttentionType))
 BLOCK, COLUMNS = 16, 12
+
+
+def eventually(condition: Callable[[], object]) -> None:
+    """Waits until it is so."""
+    until = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.002)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,7 @@ from dsv4_jax.transports import open_engine
 from tests.clock import PATIENCE
 from tests.remote.byte_engine import BLOCK, VOCAB, ByteEngine, answer
 
-from .serving import Server
+from .serving import Server, eventually
 
 PROMPT = [i * i % VOCAB for i in range(9 * BLOCK + 3)]
 
@@ -103,18 +102,11 @@ def side():
     yield make
     try:
         for each in made:
-            until(lambda held=each.executor.bytes.held, call=each.engine._call: not any(call(held).values()))
+            eventually(lambda held=each.executor.bytes.held, call=each.engine._call: not any(call(held).values()))
     finally:
         for each in made:
             each.engine.close()
             each.transport.close()
-
-
-def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(1e-3)
 
 
 def handed(sender: Side, taker: Side, tokens=PROMPT, count: int = 6, *, parts=lambda part: [part], **options):
@@ -137,12 +129,12 @@ def goes_on(forward: Callable[[], object], handle: Any) -> Any:
         forward()
         return handle.done
 
-    until(ended)
+    eventually(ended)
     return handle.result()
 
 
 def lease_over(*sides: Side) -> None:
-    until(lambda: not any(len(each.manager.leases) for each in sides))
+    eventually(lambda: not any(len(each.manager.leases) for each in sides))
 
 
 def nobody_reads(sender: Side) -> None:
@@ -250,7 +242,7 @@ def test_an_abort_at_either_end_leaves_nothing(side, when):
         sender.engine.pause()
     here = sender.engine.add(Prompt(tokens=PROMPT, export=parts.append))
     if when != "queued":
-        until(lambda: len(parts) > (when == "all parts" and not here.done))
+        eventually(lambda: len(parts) > (when == "all parts" and not here.done))
         if when == "all parts":
             here.result()
         for part in list(parts):
@@ -277,8 +269,10 @@ def test_a_step_that_fails_takes_its_leases_along(side, together):
             raise failures.pop()
 
     sender.executor.on_send = fail
+    sender.engine.pause()
     other = sender.engine.add(Prompt(tokens=[1], max_new_tokens=100))
     here = sender.engine.add(Prompt(tokens=PROMPT, export=parts.append))
+    sender.engine.resume()
     ended = here.result(PATIENCE)
     assert isinstance(other.result(PATIENCE).error, OSError)
     assert ended.finish == ("error" if together else "handoff") and sender.engine.stats().counts["failures"] == 1

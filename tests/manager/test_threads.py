@@ -11,6 +11,7 @@ import pathlib
 import random
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -327,6 +328,8 @@ def test_scrapers_beside_an_engine() -> None:
     alone = make()
     with Scrapers(manager, 2) as scrapers:
         assert load(manager, 250) == 250
+        while not scrapers.failures and any(count["stats"] < 4 for count in scrapers.counts):
+            time.sleep(1e-3)
     assert not scrapers.failures, scrapers.failures
     assert load(alone, 250) == 250
     manager.check_integrity()

@@ -23,7 +23,7 @@ from .byte_engine import BLOCK, VOCAB, ByteEngine
 __all__ = ["LEASE", "Faults", "decode_host", "prefill_host"]
 
 LEASE = 0.8  # seconds
-PATIENCE = 0.8  # seconds that a decode host waits for a prompt
+PATIENCE = 2.4  # seconds that a decode host waits for a prompt
 
 
 @dataclasses.dataclass(frozen=True)

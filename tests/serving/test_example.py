@@ -23,12 +23,12 @@ def test_it_serves_under_pressure_what_cold_runs_answer(example: ModuleType, cap
     assert example.main(["--requests", "16", "--json"]) == 0
     numbers = json.loads(capsys.readouterr().out)
     assert (numbers["done"], numbers["checked"], numbers["wrong"]) == (16, 4, 0)
-    assert numbers["waiting"] == numbers["live"] == numbers["preempted"] == 0
+    assert numbers["queued"] == numbers["live"] == numbers["preempted"] == 0
     assert numbers["preemptions"] and numbers["evictions"]["device"] and numbers["evictions"]["host"]
     assert all(rate > 0 for rate in numbers["hit_rate_by_tier"].values())
-    assert numbers["sampled_tokens"] == sum(job.max_new_tokens for job in example.conversations(16, 0))
+    assert numbers["sampled_tokens"] == sum(job.count for job in example.conversations(16, 0))
 
-    assert example.main(["--requests", "5", "--no-check", "--policy", "selective:1", "--prometheus"]) == 0
+    assert example.main(["--requests", "5", "--no-check", "--copy-at", "1", "--prometheus"]) == 0
     text = capsys.readouterr().out
     assert "# TYPE dsv4_cache_hit_tokens_total counter" in text and "dsv4_cache_lookups_total " in text
 
@@ -61,8 +61,7 @@ def test_a_wrong_answer_is_told(example: ModuleType, capsys, monkeypatch) -> Non
         (["--requests", "0"], "--requests: at least 1"),
         (["--requests", "many"], "invalid int"),
         (["--blocks", "3"], "--blocks: at least 12"),
-        (["--policy", "selective:x"], "is not write_back"),
-        (["--policy", "never"], "is not write_back"),
+        (["--copy-at", "-1"], "--copy-at: at least 0"),
     ],
 )
 def test_impossible_arguments_are_refused(example: ModuleType, capsys, argv: list[str], problem: str) -> None:
