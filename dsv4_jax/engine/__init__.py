@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .job import Job as Job
     from .loop import Turn as Turn
     from .loop import drive as drive
+    from .metrics import Health as Health
     from .prompt import Completion as Completion
     from .prompt import Output as Output
     from .prompt import Prompt as Prompt
@@ -46,6 +47,7 @@ _HOME = {
     "EngineStats": "engine",
     "Executor": "executor",
     "Handle": "handle",
+    "Health": "metrics",
     "Job": "job",
     "Limits": "core",
     "Output": "prompt",

@@ -22,10 +22,13 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, Self, TypeVar
 
 from ..checks import check_boolean, check_seconds, shown
-from ..errors import EngineError, PlanError, QueueFullError, RequestError
+from ..errors import EngineError, ManagerInterruptedError, PlanError, QueueFullError, RequestError
+from ..manager.metrics import Family, ManagerStats, exposition
 from .core import Core, check_id
-from .executor import Executor, Pending
+from .executor import Executor, Pending, Work
 from .handle import Handle
+from .job import Job
+from .metrics import EngineMetrics, Health, vllm_families
 from .prompt import Completion, Output, Prompt
 
 __all__ = ["Engine", "EngineStats"]
@@ -86,7 +89,8 @@ class Engine:
             raise PlanError("the core plans steps of other shapes than the executor runs")
         self._watchdog = None if watchdog is None else check_seconds("watchdog", watchdog, error=PlanError)
         self._freeze = check_boolean("freeze", freeze, error=PlanError)
-        self._core, self._executor, self._clock = core, executor, clock
+        self._core, self._executor, self._clock, self._measured = core, executor, clock, EngineMetrics()
+        core.on_live = _both(core.on_live, self._measured.live)
         self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._lock = threading.Lock()  # of what follows
         self._handles: dict[Hashable, Handle] = {}
@@ -95,6 +99,9 @@ class Engine:
         self._closed: EngineError | None = None
         self._hung: EngineError | None = None
         self._since: float | None = None  # when the thread began to wait for the device
+        self._begun: collections.deque[float] = collections.deque()  # when the calls under way were
+        self._computed = core.counts["computed_tokens"]  # up to the call sent last
+        self._error: str | None = None  # of the last step that failed
         self._under_way: collections.deque[Pending] = collections.deque()
         self._stop = False
         self._turn_s = 0.0
@@ -197,11 +204,13 @@ class Engine:
             check_id(name, self._handles)
             waiting = self._core.queued + self._entering
             if waiting + prompt.n > self._core.limits.queued:
+                self._measured.refused()
                 raise QueueFullError(waiting, self._core.limits.queued)
             while name is None or (prompt.id is None and name in self._handles):
                 name = next(self._numbers)
             handle = self._handles[name] = Handle(name, prompt.n, self._leave, self._may_wait)
             self._entering += prompt.n
+            self._measured.added(name, prompt, self._clock())
             self._inbox.put(lambda: self._enter(prompt, handle))
         return handle
 
@@ -293,6 +302,45 @@ class Engine:
     def stats(self) -> EngineStats:
         """The engine at the end of its last turn. Waits for nothing."""
         return self._stats
+
+    def metrics(self, model_name: str | None = None) -> str:
+        """All numbers in Prometheus' text exposition format, version 0.0.4, under our names (`dsv4_engine_...`,
+        `dsv4_cache_...`) and, what routers and autoscalers read, under vLLM's. From any thread; holds no step up.
+
+        Args:
+            model_name: a label of all samples (default: the weights' id, if that is a text).
+
+        Raises:
+            IntegrityError: as `KVCacheManager.stats`.
+        """
+        weights = self._core.managers[0].weights_id
+        common = {"model_name": (weights if isinstance(weights, str) else "") if model_name is None else model_name}
+        stats, managers = self.stats(), list[ManagerStats]()
+        own = {family.name: family for family in self._measured.families(stats, self.health())}
+        groups: list[tuple[str, dict[str, str], Iterable[Family]]] = [("dsv4_engine", common, own.values())]
+        several = len(self._core.managers) > 1
+        for shard, manager in enumerate(self._core.managers):
+            labels = common | ({"shard": str(shard)} if several else {})
+            with contextlib.suppress(ManagerInterruptedError):  # nobody knows them before it is reset
+                managers.append(manager.stats())
+                groups.append(("dsv4_cache", labels, managers[-1].families()))
+        block = self._core.layout.block_tokens
+        return exposition([*groups, ("", common, vllm_families(stats, own, managers, block))])
+
+    def health(self) -> Health:
+        """What a probe asks. From any thread; waits for nothing."""
+        reason = live = ""
+        hung, closed = self._hung, self._closed
+        if hung is not None:
+            reason = live = str(hung)
+        elif closed is not None:
+            reason, live = str(closed), str(closed) if self._ended.is_set() else ""
+        elif self._core.asleep or self._core.paused:
+            reason = f"it is {'asleep' if self._core.asleep else 'paused'}"
+        age: float | None = None
+        with contextlib.suppress(IndexError):  # none is under way
+            age = time.monotonic() - self._begun[0]
+        return Health(not live, not reason, reason, age, self._error)
 
     @property
     def managers(self) -> Sequence[Any]:
@@ -396,7 +444,7 @@ class Engine:
             began = self._clock()
             work = core.plan(began)
             if work is not None:
-                self._under_way.append(executor.send(work))
+                self._send(work)
             elif not self._under_way and (transfers := core.flush()):
                 executor.move(transfers)
             busy = self._poll(idle=work is None)
@@ -415,6 +463,12 @@ class Engine:
         if work is None and not (self._stop and self._core.idle):
             self._rest(busy)
 
+    def _send(self, work: Work) -> None:
+        self._begun.append(time.monotonic())
+        self._under_way.append(self._executor.send(work))
+        before, self._computed = self._computed, self._core.counts["computed_tokens"]
+        self._measured.call(self._computed - before)
+
     def _wait(self) -> Any:
         """What the oldest call has drawn. Raises what went wrong with it; `EngineError` if it took too long."""
         with self._lock:
@@ -427,6 +481,7 @@ class Engine:
         if hung is not None:
             raise hung
         self._under_way.popleft()
+        self._begun.popleft()
         return drawn
 
     def _poll(self, *, idle: bool) -> bool:
@@ -474,6 +529,8 @@ class Engine:
         if not outputs:
             return
         self._stats = self._now()  # who reads an answer finds it counted
+        now = self._clock()
+        self._measured.told(outputs, now)
         wake: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
         for output in outputs:
             handle = self._handles.get(output.id)
@@ -482,6 +539,7 @@ class Engine:
             for loop, event in handle.put(output):
                 wake.setdefault(loop, []).append(event)
             if handle.done:
+                self._measured.close(output.id, now)
                 with self._lock:
                     self._handles.pop(output.id, None)
         _wake(wake)
@@ -489,6 +547,7 @@ class Engine:
     def _fail_one(self, handle: Handle, error: Exception) -> None:
         with self._lock:
             if self._handles.get(handle.id) is handle:
+                self._measured.close(handle.id, self._clock())
                 del self._handles[handle.id]
         wake: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
         for loop, event in handle.fail(error):
@@ -504,6 +563,8 @@ class Engine:
     def _fail(self, error: Exception) -> None:
         """A step has failed: its requests end in this error, the others begin anew on an empty cache."""
         self._under_way.clear()
+        self._begun.clear()
+        self._error = f"{type(error).__name__}: {error}"
         self._executor.recover()
         outputs = self._core.fail(error)
         with self._lock:
@@ -641,3 +702,15 @@ def _wake(wake: dict[asyncio.AbstractEventLoop, list[asyncio.Event]]) -> None:
 def _set(events: list[asyncio.Event]) -> None:
     for event in events:
         event.set()
+
+
+def _both(first: Callable[[Job], object] | None, second: Callable[[Job], object]) -> Callable[[Job], object]:
+    """Calls the one, if there is one, and then the other."""
+    if first is None:
+        return second
+
+    def call(job: Job) -> None:
+        first(job)
+        second(job)
+
+    return call

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
-from collections.abc import Hashable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from ..errors import IntegrityError, PlanError
 from .allocator import BlockAllocator
@@ -12,7 +13,19 @@ from .prefix.eviction import TreeCounters
 from .prefix.node import TIERS, Tier
 from .prefix.prefix_tree import PrefixTree
 
-__all__ = ["CacheStats", "ManagerStats", "NamespaceUse", "PoolUse", "collect_stats", "pool_use", "prometheus_text"]
+__all__ = [
+    "CacheStats",
+    "Family",
+    "Histogram",
+    "ManagerStats",
+    "Measured",
+    "NamespaceUse",
+    "PoolUse",
+    "collect_stats",
+    "exposition",
+    "pool_use",
+    "prometheus_text",
+]
 
 
 class PoolUse(NamedTuple):
@@ -58,6 +71,10 @@ class CacheStats:
     admission_failures: Mapping[str, int] = dataclasses.field(default_factory=dict)
     generation: int = 0
     namespaces: Mapping[tuple[Hashable, Tier], NamespaceUse] = dataclasses.field(default_factory=dict)
+
+    def families(self) -> Iterator[Family]:
+        """For `prometheus_text`."""
+        return _families(self)
 
     @property
     def recomputed_tokens(self) -> int:
@@ -114,6 +131,10 @@ class ManagerStats(NamedTuple):
     generation: int
     preempted: int
     cache: CacheStats
+
+    def families(self) -> Iterator[Family]:
+        """For `prometheus_text`."""
+        return _all_families(self)
 
 
 def pool_use(pool: BlockAllocator, *, private: int, cached: int, evictable: int, unit_bytes: int = 0) -> PoolUse:
@@ -185,75 +206,161 @@ def _namespaces(tree: PrefixTree) -> dict[tuple[Hashable, Tier], NamespaceUse]:
     }
 
 
-def prometheus_text(stats: ManagerStats | CacheStats, prefix: str = "dsv4_cache") -> str:
+class Histogram:
+    """Counts of values by upper bounds. Not for several threads at once.
+
+    Args:
+        bounds: in rising order; what is above the last is counted as well.
+    """
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]):
+        self.bounds, self.counts, self.total = tuple(bounds), [0] * (len(bounds) + 1), 0.0
+
+    def add(self, value: float, times: int = 1) -> None:
+        """Counts a value, so many times."""
+        self.counts[bisect.bisect_left(self.bounds, value)] += times
+        self.total += value * times
+
+    def copy(self) -> Histogram:
+        """Another one of the same counts."""
+        same = Histogram(self.bounds)
+        same.counts, same.total = self.counts.copy(), self.total
+        return same
+
+    @property
+    def count(self) -> int:
+        """How many values were counted."""
+        return sum(self.counts)
+
+
+Samples: TypeAlias = Sequence[tuple[Mapping[str, str], float | Histogram]]
+
+
+class Family(NamedTuple):
+    """A metric as a scraper reads it.
+
+    Attributes:
+        name: without the prefix of whose it is; with a colon: of another server's, and complete.
+        kind: "gauge", "counter" or "histogram".
+        text: what it says.
+        samples: labels, and a number or a histogram.
+    """
+
+    name: str
+    kind: str
+    text: str
+    samples: Samples
+
+
+@runtime_checkable
+class Measured(Protocol):
+    """Numbers that `prometheus_text` can print: of a manager, of its cache, of stores, of a transport."""
+
+    def families(self) -> Iterable[Family]:
+        """The metrics, each once."""
+        ...
+
+
+def prometheus_text(stats: Measured, prefix: str = "dsv4_cache") -> str:
     """Returns what `KVCacheManager.stats` gave in Prometheus' text exposition format, version 0.0.4; or its `cache`
-    alone.
+    alone, or what `StorageDriver.stats` or `RecordTransport.stats` gave.
 
     Raises:
-        PlanError: it is neither.
+        PlanError: it is none of these.
     """
-    if not isinstance(stats, ManagerStats | CacheStats):
+    if isinstance(stats, type) or not isinstance(stats, Measured):
         raise PlanError(f"prometheus_text takes what KVCacheManager.stats() gave, got {type(stats).__name__}")
-    families = _families(stats) if isinstance(stats, CacheStats) else _all_families(stats)
-    lines = []
-    for name, kind, text, samples in families:
-        lines += [f"# HELP {prefix}_{name} {text}", f"# TYPE {prefix}_{name} {kind}"]
-        for labels, value in samples:
-            shown = ",".join(f'{key}="{_escape(str(label))}"' for key, label in labels.items())
-            lines.append(f"{prefix}_{name}{{{shown}}} {value}" if shown else f"{prefix}_{name} {value}")
-    return "\n".join(lines) + "\n"
+    return exposition([(prefix, {}, stats.families())])
 
 
-_Samples = list[tuple[dict[str, str], float]]
+def exposition(groups: Iterable[tuple[str, Mapping[str, str], Iterable[Family]]]) -> str:
+    """Returns the text of all these metrics; those of one name stand together, as a scraper demands.
+
+    Args:
+        groups: of each a prefix of the names, labels of every sample, and the metrics.
+    """
+    heads: dict[str, str] = {}
+    lines: dict[str, list[str]] = {}
+    for prefix, common, families in groups:
+        for name, kind, text, samples in families:
+            full = name if ":" in name else f"{prefix}_{name}"
+            heads.setdefault(full, f"# HELP {full} {text}\n# TYPE {full} {kind}")
+            some = lines.setdefault(full, [])
+            for labels, value in samples:
+                some += _lines(full, {**labels, **common}, value)
+    return "".join(f"{head}\n" + "".join(f"{line}\n" for line in lines[full]) for full, head in heads.items())
 
 
-def _all_families(stats: ManagerStats) -> Iterator[tuple[str, str, str, _Samples]]:
-    requests: _Samples = [({"state": "live"}, stats.slots_used), ({"state": "preempted"}, stats.preempted)]
-    yield "requests", "gauge", "Requests by state.", requests
-    yield "request_tokens", "gauge", "Tokens of live requests in the cache.", [({}, stats.tokens_cached)]
-    yield "blocks_ahead", "gauge", "Blocks of live requests beyond these tokens.", [({}, stats.blocks_ahead)]
+def _lines(name: str, labels: Mapping[str, str], value: float | Histogram) -> Iterator[str]:
+    if not isinstance(value, Histogram):
+        yield f"{name}{_labels(labels)} {value}"
+        return
+    below = 0
+    for bound, count in zip((*value.bounds, "+Inf"), value.counts, strict=True):
+        below += count
+        yield f"{name}_bucket{_labels({**labels, 'le': str(bound)})} {below}"
+    yield f"{name}_sum{_labels(labels)} {value.total}"
+    yield f"{name}_count{_labels(labels)} {below}"
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    shown = ",".join(f'{key}="{_escape(str(label))}"' for key, label in labels.items())
+    return f"{{{shown}}}" if shown else ""
+
+
+def _all_families(stats: ManagerStats) -> Iterator[Family]:
+    requests: Samples = [({"state": "live"}, stats.slots_used), ({"state": "preempted"}, stats.preempted)]
+    yield Family("requests", "gauge", "Requests by state.", requests)
+    yield Family("request_tokens", "gauge", "Tokens of live requests in the cache.", [({}, stats.tokens_cached)])
+    yield Family("blocks_ahead", "gauge", "Blocks of live requests beyond these tokens.", [({}, stats.blocks_ahead)])
     yield from _families(stats.cache)
 
 
-def _families(stats: CacheStats) -> Iterator[tuple[str, str, str, _Samples]]:
+def _families(stats: CacheStats) -> Iterator[Family]:
     counters, pools = stats.counters, stats.pools
 
-    def by_tier(values: Mapping[Tier, float]) -> _Samples:
+    def by_tier(values: Mapping[Tier, float]) -> Samples:
         return [({"tier": tier.name.lower()}, values[tier]) for tier in TIERS]
 
     states = ("free", "private", "cached", "evictable")
-    units: _Samples = [({"pool": n, "state": s}, getattr(use, s)) for n, use in pools.items() for s in states]
-    yield "units", "gauge", "Units of a pool. Evictable ones are among the cached.", units
-    yield "pool_size", "gauge", "Size of a pool in units.", [({"pool": n}, use.total) for n, use in pools.items()]
-    yield "used_bytes", "gauge", "Bytes of units in use.", [({"pool": n}, use.used_bytes) for n, use in pools.items()]
-    yield "stored_blocks", "gauge", "Blocks that only storage has.", [({}, stats.stored_blocks)]
-    yield "lookups_total", "counter", "Prompts looked up.", [({}, counters.lookups)]
-    yield "hits_total", "counter", "Prompts of which at least one block was found.", [({}, counters.hits)]
-    yield "lookup_tokens_total", "counter", "Prompt tokens looked up.", [({}, counters.lookup_tokens)]
-    yield "hit_tokens_total", "counter", "Prompt tokens found, by tier.", by_tier(counters.hit_tokens)
-    yield "recomputed_tokens_total", "counter", "Prompt tokens not found.", [({}, stats.recomputed_tokens)]
-    yield "evictions_total", "counter", "Blocks that left a tier.", by_tier(counters.evicted)
-    yield "snapshot_evictions_total", "counter", "Snapshot copies evicted.", [({}, counters.evicted_snapshots)]
-    yield "duplicates_total", "counter", "Blocks computed twice at once.", [({}, counters.duplicates)]
-    yield (
-        "adoptions_total",
-        "counter",
-        "Blocks computed again and taken up by a lower tier's node.",
-        [({}, counters.adoptions)],
+    units: Samples = [({"pool": n, "state": s}, getattr(use, s)) for n, use in pools.items() for s in states]
+    yield Family("units", "gauge", "Units of a pool. Evictable ones are among the cached.", units)
+    yield Family(
+        "pool_size", "gauge", "Size of a pool in units.", [({"pool": n}, use.total) for n, use in pools.items()]
     )
-    failures: _Samples = [({"pool": pool}, n) for pool, n in stats.admission_failures.items()]
-    yield "admission_failures_total", "counter", "Requests that did not become live, by what bound.", failures
-    yield "generation", "gauge", "Resets of the manager.", [({}, stats.generation)]
+    yield Family(
+        "used_bytes", "gauge", "Bytes of units in use.", [({"pool": n}, use.used_bytes) for n, use in pools.items()]
+    )
+    yield Family("stored_blocks", "gauge", "Blocks that only storage has.", [({}, stats.stored_blocks)])
+    yield Family("lookups_total", "counter", "Prompts looked up.", [({}, counters.lookups)])
+    yield Family("hits_total", "counter", "Prompts of which at least one block was found.", [({}, counters.hits)])
+    yield Family("lookup_tokens_total", "counter", "Prompt tokens looked up.", [({}, counters.lookup_tokens)])
+    yield Family("hit_tokens_total", "counter", "Prompt tokens found, by tier.", by_tier(counters.hit_tokens))
+    yield Family("recomputed_tokens_total", "counter", "Prompt tokens not found.", [({}, stats.recomputed_tokens)])
+    yield Family("evictions_total", "counter", "Blocks that left a tier.", by_tier(counters.evicted))
+    yield Family("snapshot_evictions_total", "counter", "Snapshot copies evicted.", [({}, counters.evicted_snapshots)])
+    yield Family("duplicates_total", "counter", "Blocks computed twice at once.", [({}, counters.duplicates)])
+    text = "Blocks computed again and taken up by a lower tier's node."
+    yield Family("adoptions_total", "counter", text, [({}, counters.adoptions)])
+    failures: Samples = [({"pool": pool}, n) for pool, n in stats.admission_failures.items()]
+    yield Family("admission_failures_total", "counter", "Requests that did not become live, by what bound.", failures)
+    yield Family("generation", "gauge", "Resets of the manager.", [({}, stats.generation)])
     if spaces := stats.namespaces:
 
-        def each(field: str) -> _Samples:
+        def each(field: str) -> Samples:
             labels = ({"namespace": _named(name), "tier": tier.name.lower()} for name, tier in spaces)
             return [(label, float(getattr(use, field))) for label, use in zip(labels, spaces.values(), strict=True)]
 
-        yield "namespace_units", "gauge", "Units of a namespace, in blocks.", each("used")
-        yield "namespace_limit", "gauge", "Units that a namespace may take from others, in blocks.", each("limit")
-        yield "namespace_over", "gauge", "Whether a namespace has more than its share.", each("over")
-        yield "namespace_evictions_total", "counter", "Units evicted for having more than a share.", each("evicted")
+        yield Family("namespace_units", "gauge", "Units of a namespace, in blocks.", each("used"))
+        yield Family(
+            "namespace_limit", "gauge", "Units that a namespace may take from others, in blocks.", each("limit")
+        )
+        yield Family("namespace_over", "gauge", "Whether a namespace has more than its share.", each("over"))
+        yield Family(
+            "namespace_evictions_total", "counter", "Units evicted for having more than a share.", each("evicted")
+        )
 
 
 def _named(namespace: Any) -> str:
