@@ -10,7 +10,7 @@ from .allocator import BlockAllocator
 from .handoff import Handoff
 from .manager import KVCacheManager
 from .metrics import ManagerStats, prometheus_text
-from .policies import CachePolicy, HostWatermark, NamespaceShares, SnapshotPlacement, WritePolicy
+from .policies import CachePolicy, HostWatermark, LeaseShares, NamespaceShares, SnapshotPlacement, WritePolicy
 from .prefix.hashing import BlockHasher, HashSpec, MediaItem, Namespace
 from .prefix.node import Tier
 from .remote_tier import Arrival
@@ -31,6 +31,7 @@ __all__ = [
     "HostSize",
     "HostWatermark",
     "KVCacheManager",
+    "LeaseShares",
     "ManagerStats",
     "MediaItem",
     "Namespace",

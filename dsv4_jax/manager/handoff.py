@@ -17,7 +17,7 @@ from ..checks import INT32_MAX, check_boolean, check_integer, check_seconds, sho
 from ..errors import HandoffError
 from ..untrusted import parse_json
 
-__all__ = ["MAX_BLOCKS", "MAX_BYTES", "SUM_BYTES", "Handoff", "check_lease_seconds"]
+__all__ = ["MAX_BLOCKS", "MAX_BYTES", "SUM_BYTES", "Handoff", "check_lease_seconds", "check_peer"]
 
 MAX_BLOCKS = 16384  # announced in one hand-off; further ones go on
 MAX_BYTES = 2 << 20  # of its JSON
@@ -106,6 +106,13 @@ class Handoff:
 def check_lease_seconds(seconds: Any) -> float:
     """Returns how long a lease lasts, as a float. Raises `HandoffError` unless a number above 0, of at most a day."""
     return check_seconds("seconds", seconds, _MAX_SECONDS, error=functools.partial(HandoffError, "seconds"))
+
+
+def check_peer(peer: Any) -> str | None:
+    """Returns the name of a peer, or None. Raises `HandoffError` for what is neither."""
+    if peer is not None and not isinstance(peer, str):
+        raise HandoffError("peer", f"must be a transport's name or None, got {shown(peer)}")
+    return peer
 
 
 def _checked(fields: dict[str, Any]) -> Handoff:

@@ -54,11 +54,11 @@ from ..events import EventLog
 from ..layout import CacheLayout, CacheSize, check_layout
 from ..plan import StepPlan
 from .guard import Guard
-from .handoff import Handoff, check_lease_seconds
+from .handoff import Handoff, check_lease_seconds, check_peer
 from .integrity import check_manager
 from .leases import Leases
 from .lifecycle import Lifecycle
-from .metrics import ManagerStats
+from .metrics import HandoffCounts, ManagerStats
 from .policies import CachePolicy
 from .prefix.hashing import BlockHasher, HashSpec, Key, MediaItem, Namespace
 from .prefix.node import T
@@ -106,6 +106,7 @@ class KVCacheManager:
 
     Attributes:
         clock: see above.
+        handoffs: counts of prompts that went to other hosts or came from them.
         book, cache, publisher, leases, steps, lifecycle, guard: the parts (see the module). Read them as you like; what
             changes them goes through the calls below.
 
@@ -145,7 +146,7 @@ class KVCacheManager:
         self._weights_id, self._hash_spec = weights_id, self._spec_of(weights_id)
         if policy is not None:
             policy.warn_if_vain(size)
-        self.guard, self.book, self.clock = Guard(), RequestBook(), clock
+        self.guard, self.book, self.clock, self.handoffs = Guard(), RequestBook(), clock, HandoffCounts()
         self._persists = False
         self._begin(size, arrays)
         self._seen = self._collect()
@@ -155,11 +156,12 @@ class KVCacheManager:
         self._asleep = False
         cache = TieredCache(self.layout, size, self.policy, self.host_size, self.events, persists=self._persists)
         if before is not None:
+            self.leases.forget()
             cache.keep_reading(before)
             before.transfers.close()
         self.cache = cache
         self.publisher = Publisher(self.layout, self.cache)
-        self.leases = Leases(self.layout, self.cache, self.publisher, self.clock)
+        self.leases = Leases(self.layout, self.cache, self.publisher, self.clock, self.handoffs)
         self.steps = Steps(self.layout, size, arrays, self.book, self.cache, self.publisher)
         self.lifecycle = Lifecycle(self.layout, self.book, self.cache, self.publisher, self.steps)
 
@@ -461,7 +463,7 @@ class KVCacheManager:
 
     # Other hosts (docs/remote.md)
 
-    def export_request(self, request: Request, *, seconds: float = 60.0) -> Handoff:
+    def export_request(self, request: Request, *, seconds: float = 60.0, peer: str | None = None) -> Handoff:
         """What another host needs to go on with a live request: its full blocks so far, and the state after the last.
 
         Call it while the prompt is being computed, for the blocks that have become full (streaming), and once more when
@@ -471,38 +473,49 @@ class KVCacheManager:
         call, these host copies stay where they are; device blocks and slots do not wait for that. The request may end
         meanwhile.
 
+        Leases hold no more than the policy's `LeaseShares`: room beyond that, and room that the host has not, is made
+        by ending older leases. Where there is none to be made, what is told is less, and `Handoff.last` is not set.
+
         Args:
             seconds: how long the lease lasts.
+            peer: the name of the host that it is for (`RecordTransport.name` there), which alone may acknowledge it;
+                None: whoever is told of it.
 
         Raises:
-            HandoffError: there is no policy or no host tier, or an impossible time.
+            HandoffError: there is no policy or no host tier, an impossible time, or the lease is another peer's.
             RequestError: it is not live here, or its `tokens` were changed where they are computed.
         """
         seconds = check_lease_seconds(seconds)
         with self.guard("export_request"):
-            return self.leases.export(self.book.find_live(request), seconds)
+            return self.leases.export(self.book.find_live(request), seconds, check_peer(peer))
 
-    def export_again(self, lease: str, first: int = 0) -> Handoff | None:
+    def export_again(self, lease: str, first: int = 0, *, peer: str | None = None) -> Handoff | None:
         """Announces again what `export_request` has announced under this lease, from this block on.
 
         This is for a hand-off that was lost. The lease lasts no longer for that, and the request may have ended. None:
         there is no such lease (any more), or nothing was announced from there on.
+
+        Args:
+            peer: who asks: it is answered of its leases only, and of those that name no peer; None: this host.
 
         Raises:
             HandoffError: `first` is not an integer >= 0.
         """
         start = check_integer("first", first, error=functools.partial(HandoffError, "first"))
         with self.guard("export_again"):
-            return self.leases.export_again(lease, start)
+            return self.leases.export_again(lease, start, peer)
 
-    def acknowledge(self, lease: str) -> bool:
+    def acknowledge(self, lease: str, *, peer: str | None = None) -> bool:
         """Nobody will read what is under this lease any more. Whether there was such a lease.
+
+        Args:
+            peer: who says so: it ends its leases only, and those that name no peer; None: this host takes it back.
 
         There is none any more after the first acknowledgement, when its time is over, after `abort_request` of what
         was exported, and after `reset`; what another host says of one then changes nothing.
         """
         with self.guard("acknowledge"):
-            return self.leases.acknowledge(lease)
+            return self.leases.acknowledge(lease, peer)
 
     def flush(self) -> None:
         """What waits to travel between device and host need not wait for another step: `take_transfers` follows.
@@ -897,7 +910,7 @@ class KVCacheManager:
         return self._seen
 
     def _collect(self) -> ManagerStats:
-        return collect(self.layout, self.size, self.book, self.cache)
+        return collect(self.layout, self.size, self.book, self.cache, self.leases.stats())
 
     def check_integrity(self) -> None:
         """Checks that the books agree with each other. For tests: O(blocks).

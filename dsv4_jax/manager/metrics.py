@@ -14,8 +14,11 @@ from .prefix.node import TIERS, Tier
 from .prefix.prefix_tree import PrefixTree
 
 __all__ = [
+    "ENDS",
     "CacheStats",
     "Family",
+    "HandoffCounts",
+    "HandoffStats",
     "Histogram",
     "ManagerStats",
     "Measured",
@@ -34,8 +37,9 @@ class PoolUse(NamedTuple):
     Attributes:
         private: held by requests alone: being written, or not yet a full block.
         cached: held by the prefix tree.
-        evictable: those of the cached that no request references.
+        evictable: those of the cached that can leave: no request references them, and no other host may read them.
         unit_bytes: bytes of one unit.
+        pinned: those of the cached that another host may read, or that wait for a prompt of its.
     """
 
     total: int
@@ -44,10 +48,20 @@ class PoolUse(NamedTuple):
     cached: int
     evictable: int
     unit_bytes: int = 0
+    pinned: int = 0
 
     @property
     def used_bytes(self) -> int:
         return (self.total - self.free) * self.unit_bytes
+
+
+# Why hand-offs are given up. Sent: its time was over, a younger one needed room, this host took it back, a step of it
+# did not run, the request's text was changed, the manager was reset. Received: the peer is lost, a record was torn, its
+# time was over, no room here, what came before it was evicted, the manager was reset, it was not waited for.
+ENDS = {
+    "sent": ("time", "room", "withdrawn", "step", "changed", "reset"),
+    "received": ("peer", "torn", "time", "room", "evicted", "reset", "left"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +102,52 @@ class CacheStats:
         return tokens / self.counters.lookup_tokens if self.counters.lookup_tokens else 0.0
 
 
+@dataclasses.dataclass(frozen=True)
+class HandoffStats:
+    """Prompts that went to other hosts and came from them, since the manager was made; resets do not matter.
+
+    Attributes:
+        leases: those of now.
+        lease_pages: pages of the host that they hold, each counted once.
+        peers: of each peer that leases name, how many pages its leases hold.
+        begun: how many hand-offs were "sent" (their leases) and "received" (arrivals).
+        ended: how many of each have ended, by how: "done", or the reason for which they were given up.
+    """
+
+    leases: int = 0
+    lease_pages: int = 0
+    peers: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    begun: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    ended: Mapping[tuple[str, str], int] = dataclasses.field(default_factory=dict)
+
+    def families(self) -> Iterator[Family]:
+        """For `prometheus_text`."""
+        yield Family("leases", "gauge", "Prompts that other hosts may read.", [({}, self.leases)])
+        yield Family("lease_pages", "gauge", "Pages of the host that they hold.", [({}, self.lease_pages)])
+        peers: Samples = [({"peer": name}, pages) for name, pages in self.peers.items()]
+        yield Family("lease_peer_pages", "gauge", "Pages of the host that leases of a known peer hold.", peers)
+        begun: Samples = [({"side": side}, count) for side, count in self.begun.items()]
+        yield Family("handoffs_begun_total", "counter", "Prompts told to other hosts, and told of by them.", begun)
+        ended: Samples = [({"side": s, "reason": reason}, count) for (s, reason), count in self.ended.items()]
+        yield Family("handoffs_ended_total", "counter", "Those that were done, or given up for what reason.", ended)
+
+
+class HandoffCounts:
+    """What a manager counts of hand-offs; its leases and its arrivals are counted by whoever keeps them."""
+
+    def __init__(self) -> None:
+        self.begun = dict.fromkeys(("sent", "received"), 0)
+        self.ended = {(side, reason): 0 for side, reasons in ENDS.items() for reason in ("done", *reasons)}
+
+    def begin(self, side: str) -> None:
+        """One more."""
+        self.begun[side] += 1
+
+    def end(self, side: str, reason: str) -> None:
+        """One has ended."""
+        self.ended[side, reason] += 1
+
+
 class NamespaceUse(NamedTuple):
     """What a namespace has of a tier, where namespaces have shares (`NamespaceShares`): units in blocks.
 
@@ -118,6 +178,7 @@ class ManagerStats(NamedTuple):
         generation: resets of the manager.
         preempted: requests that wait to be resumed.
         cache: pools, hits, evictions, failures.
+        handoffs: leases, and prompts that went to other hosts or came from them.
     """
 
     blocks_total: int
@@ -131,16 +192,19 @@ class ManagerStats(NamedTuple):
     generation: int
     preempted: int
     cache: CacheStats
+    handoffs: HandoffStats = HandoffStats()
 
     def families(self) -> Iterator[Family]:
         """For `prometheus_text`."""
         return _all_families(self)
 
 
-def pool_use(pool: BlockAllocator, *, private: int, cached: int, evictable: int, unit_bytes: int = 0) -> PoolUse:
+def pool_use(
+    pool: BlockAllocator, *, private: int, cached: int, evictable: int, unit_bytes: int = 0, pinned: int = 0
+) -> PoolUse:
     """Returns the numbers of one pool. Raises `IntegrityError` unless they account for every unit."""
-    use = PoolUse(pool.num_total, pool.num_free, private, cached, evictable, unit_bytes)
-    if use.free + private + cached != use.total or min(use) < 0 or evictable > cached:
+    use = PoolUse(pool.num_total, pool.num_free, private, cached, evictable, unit_bytes, pinned)
+    if use.free + private + cached != use.total or min(use) < 0 or evictable + pinned > cached:
         raise IntegrityError(f"{pool.name} pool: {use} does not add up to {use.total}")
     return use
 
@@ -178,13 +242,16 @@ def collect_stats(
     )
     for tier, pool, own, states, size in sides:
         if pool is not None:
-            held = tree.held(tier)
+            held, blocks, pages = tree.held(tier), 0, 0
+            if tier is Tier.HOST:  # (what was held and was taken back all the same is held in name only)
+                blocks, pages = min(tree.holds.blocks, held), min(tree.holds.pages, states)
             uses[pool.name] = pool_use(
                 pool,
                 private=own,
                 cached=held + states,
-                evictable=min(tree.evictable(tier), held) + states,
+                evictable=min(tree.evictable(tier), held - blocks) + states - pages,
                 unit_bytes=size,
+                pinned=blocks + pages,
             )
     counters = dataclasses.replace(
         tree.counters, hit_tokens=dict(tree.counters.hit_tokens), evicted=dict(tree.counters.evicted)
@@ -315,6 +382,7 @@ def _all_families(stats: ManagerStats) -> Iterator[Family]:
     yield Family("requests", "gauge", "Requests by state.", requests)
     yield Family("request_tokens", "gauge", "Tokens of live requests in the cache.", [({}, stats.tokens_cached)])
     yield Family("blocks_ahead", "gauge", "Blocks of live requests beyond these tokens.", [({}, stats.blocks_ahead)])
+    yield from stats.handoffs.families()
     yield from _families(stats.cache)
 
 
@@ -324,9 +392,9 @@ def _families(stats: CacheStats) -> Iterator[Family]:
     def by_tier(values: Mapping[Tier, float]) -> Samples:
         return [({"tier": tier.name.lower()}, values[tier]) for tier in TIERS]
 
-    states = ("free", "private", "cached", "evictable")
+    states = ("free", "private", "cached", "evictable", "pinned")
     units: Samples = [({"pool": n, "state": s}, getattr(use, s)) for n, use in pools.items() for s in states]
-    yield Family("units", "gauge", "Units of a pool. Evictable ones are among the cached.", units)
+    yield Family("units", "gauge", "Units of a pool. Evictable and pinned ones are among the cached.", units)
     yield Family(
         "pool_size", "gauge", "Size of a pool in units.", [({"pool": n}, use.total) for n, use in pools.items()]
     )

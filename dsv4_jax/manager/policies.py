@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import math
 import numbers
 import warnings
@@ -12,7 +13,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from ..checks import check_integer, shown
+from ..checks import check_integer, check_seconds, shown
 from ..errors import ConfigError, PerformanceWarning, PlanError
 from ..layout import CacheSize
 from .prefix.eviction_policies import EVICTION_POLICIES, WORTH, EvictionPolicy
@@ -22,6 +23,7 @@ __all__ = [
     "EVICTION_POLICIES",
     "CachePolicy",
     "HostWatermark",
+    "LeaseShares",
     "NamespaceShares",
     "SnapshotKind",
     "SnapshotPlacement",
@@ -216,13 +218,42 @@ class NamespaceShares:
         return dict(self.of).get(namespace, self.each)
 
 
-def _share(name: str, share: Any) -> float:
+def _share(name: str, share: Any, what: str = "namespace shares") -> float:
     if isinstance(share, bool) or not isinstance(share, int | float | np.number) or not 0 < share <= 1:
-        raise ConfigError("namespace shares", f"{name} must be a number in (0, 1], got {shown(share)}")
+        raise ConfigError(what, f"{name} must be a number in (0, 1], got {shown(share)}")
     return float(share)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class LeaseShares:
+    """How much of the host other hosts may hold: pages that they may read, under leases, are not evicted meanwhile.
+
+    A prompt that is told to another host ends older leases if it has to, those first of which nothing new was told
+    for longest: so hosts that never answer keep no later prompt from being told whole.
+
+    Attributes:
+        all: the most pages that all leases together may hold, as a share of the host's, in (0, 1].
+        peer: of those of one peer, likewise.
+        grace: seconds for which a lease is left alone after the last that was told of it. One of a prompt that is
+            still being computed is left alone anyway.
+
+    Raises:
+        ConfigError: a share is no number in (0, 1], or `grace` no time.
+    """
+
+    all: float = 0.9
+    peer: float = 0.9
+    grace: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("all", "peer"):
+            object.__setattr__(self, name, _share(name, getattr(self, name), "lease shares"))
+        grace = check_seconds("grace", self.grace, error=functools.partial(ConfigError, "lease shares"))
+        object.__setattr__(self, "grace", grace)
+
+
 _WRITE_BACK, _SNAPSHOTS, _WATERMARK = WritePolicy.write_back(), SnapshotPlacement(), HostWatermark()
+_LEASES = LeaseShares()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, init=False)
@@ -239,6 +270,7 @@ class CachePolicy:
         states: where snapshots lie on the device: in "slots", of which the cache's size has `num_snapshots` for them,
             or in "blocks", several for each, where they compete with cached blocks for all memory: then who runs the
             steps runs the transfers as well, also without a host tier (`run_transfers` takes None for it).
+        leases: how much of the host other hosts may hold.
 
     Raises:
         ConfigError: one of them is something else.
@@ -250,6 +282,7 @@ class CachePolicy:
     watermark: HostWatermark
     shares: NamespaceShares | None
     states: StatePlace
+    leases: LeaseShares
 
     def __init__(
         self,
@@ -259,6 +292,7 @@ class CachePolicy:
         watermark: HostWatermark = _WATERMARK,
         shares: NamespaceShares | None = None,
         states: StatePlace = "slots",
+        leases: LeaseShares = _LEASES,
         *,
         order: EvictionPolicy | None = None,  # the former name of `eviction`, for one release
     ):
@@ -270,6 +304,7 @@ class CachePolicy:
             ("snapshots", snapshots, SnapshotPlacement),
             ("eviction", eviction, EvictionPolicy),
             ("watermark", watermark, HostWatermark),
+            ("leases", leases, LeaseShares),
         ):
             if not isinstance(part, kind):
                 raise ConfigError(f"cache policy: {name}", f"must be of type {kind.__name__}, got {shown(part)}")

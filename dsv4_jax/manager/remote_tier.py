@@ -19,6 +19,7 @@ from ..errors import ContextLimitError, HandoffError, PlanError, RequestError
 from ..layout import CacheLayout
 from .guard import Guard
 from .handoff import Handoff
+from .metrics import HandoffCounts
 from .prefix.hashing import BlockHasher, HashSpec, MediaItem, Namespace, given_items
 from .prefix.holds import Hold
 from .prefix.node import MATCHABLE, Node, Pages, S, T
@@ -52,6 +53,7 @@ class Receives(Protocol):
     """What a remote tier needs of its `KVCacheManager`. `reset` makes another `cache`."""
 
     guard: Guard
+    handoffs: HandoffCounts
     cache: TieredCache
     layout: CacheLayout
 
@@ -76,11 +78,13 @@ class Arrival:
         namespace, items: as for `KVCacheManager.admit_request`.
         until: when the lease ends, by the clock here.
         failure: why no more of it will come; None if nothing went wrong so far.
+        reason: that in a word, as `HandoffStats.ended` counts it.
         records: how many were read whole.
         reads: those under way: planned, and not finished. Who was broken off in `plan_reads` finds them here.
         asks: whether the part that came last was no use, since others before it were lost. The sender's
             `KVCacheManager.export_again(lease, announced)` makes good for them.
         closed: whether nobody waits for it any more.
+        counted: whether its end is counted.
     """
 
     manager: Receives
@@ -104,10 +108,12 @@ class Arrival:
     landed: dict[int, int] = dataclasses.field(default_factory=dict)  # page of a block that waits to join
     landed_state: Pages = ()
     failure: str | None = None
+    reason: str = "left"
     records: int = 0
     reads: dict[RemoteRead, None] = dataclasses.field(default_factory=dict)
     asks: bool = False
     closed: bool = False
+    counted: bool = False
 
     @property
     def announced(self) -> int:
@@ -117,10 +123,16 @@ class Arrival:
     @property
     def is_over(self) -> bool:
         """Whether nothing more will come, and no page is being written: time to acknowledge, and to admit it."""
-        return not self.reads and (self.closed or self.failure is not None or self._is_complete)
+        return not self.reads and (self.closed or self.failure is not None or self.is_complete)
+
+    def fail(self, why: str, reason: str) -> None:
+        """No more of it will come. The first reason stays."""
+        if self.failure is None:
+            self.failure, self.reason = why, reason
 
     @property
-    def _is_complete(self) -> bool:
+    def is_complete(self) -> bool:
+        """Whether all of it is here."""
         state = self.state is None or (self.state_planned and not self.landed_state)
         return self.last and self.joined == self.total and state
 
@@ -190,6 +202,7 @@ class RemoteTier:
         with self._manager.guard("expect"):
             arrival.hold = cache.tree.holds.open()
             self._holding[arrival] = None
+            self._manager.handoffs.begin("received")
             self._take(arrival, part)
         return arrival
 
@@ -255,7 +268,7 @@ class RemoteTier:
                     arrival.cache.arriving.discard(arrival.digests[read.index])
                 del arrival.reads[read]
                 if not arrived:
-                    arrival.failure = arrival.failure or "a record did not arrive whole"
+                    arrival.fail("a record did not arrive whole", "torn")
                 if not arrived or arrival.closed or arrival.cache is not cache:
                     cache.pages.release(read.pages)
                     continue
@@ -280,14 +293,15 @@ class RemoteTier:
             for arrival in [a for a in self._holding if a.closed or a.until <= now]:
                 del self._holding[arrival]
                 self._check_time(arrival)
+                _count(arrival)
                 arrival.cache.tree.holds.end(arrival.hold)
                 _let_go(arrival)
 
-    def fail(self, arrival: Arrival, why: str) -> None:
-        """No more of it will come. What is under way may still arrive."""
+    def fail(self, arrival: Arrival, why: str, reason: str = "peer") -> None:
+        """No more of it will come. What is under way may still arrive. `reason`: as `Arrival.reason`."""
         with self._manager.guard("fail"):
             self._check(arrival)
-            arrival.failure = arrival.failure or why
+            arrival.fail(why, reason)
 
     def close(self, arrival: Arrival) -> None:
         """Nobody waits for it any more: what has joined may be evicted again. `KVCacheManager.admit_remote` does it.
@@ -329,9 +343,9 @@ class RemoteTier:
 
     def _check_time(self, arrival: Arrival) -> None:
         if arrival.cache is not self._manager.cache:
-            arrival.failure = arrival.failure or "the manager was reset"
-        elif not arrival._is_complete and self._clock() >= arrival.until:
-            arrival.failure = arrival.failure or "its lease has ended"
+            arrival.fail("the manager was reset", "reset")
+        elif not arrival.is_complete and self._clock() >= arrival.until:
+            arrival.fail("its lease has ended", "time")
 
     # Reads
 
@@ -348,7 +362,7 @@ class RemoteTier:
         pages = cache.landing_pages(missing)
         if len(pages) < len(missing):
             cache.pages.release(pages)
-            arrival.failure = f"{len(missing)} pages of the host are not free"
+            arrival.fail(f"{len(missing)} pages of the host are not free", "room")
             return []
         arrival.planned = missing[-1] + 1
         cache.arriving.update(digests[i] for i in missing)
@@ -369,7 +383,7 @@ class RemoteTier:
             return []
         pages = cache.landing_snapshot_pages()
         if not pages:
-            arrival.failure = f"{cache.snapshot_pages} pages of the host are not free"
+            arrival.fail(f"{cache.snapshot_pages} pages of the host are not free", "room")
             return []
         cache.landed.update(pages)
         source, sums = arrival.state
@@ -401,7 +415,7 @@ class RemoteTier:
         cache, tree = arrival.cache, arrival.cache.tree
         parent = tree.get(arrival.digests[i - 1]) if i else None
         if i and (parent is None or parent.state.tier < T.HOST):
-            arrival.failure = arrival.failure or "what comes before it has left the cache"
+            arrival.fail("what comes before it has left the cache", "evicted")
             return None
         node, page = tree.get(arrival.digests[i]), arrival.landed.get(i)
         if node is not None and node.state not in MATCHABLE:
@@ -435,10 +449,19 @@ class RemoteTier:
 
 def end_arrival(arrival: Arrival, cache: TieredCache) -> None:
     """Ends its hold, and gives back what waits to join. `cache`: the manager's now."""
+    _count(arrival)
     arrival.closed = True
     if arrival.cache is cache:
         cache.tree.holds.end(arrival.hold)
         _let_go(arrival)
+
+
+def _count(arrival: Arrival) -> None:
+    """Counts how it has ended, once."""
+    if not arrival.counted:
+        arrival.counted = True
+        whole = arrival.is_complete and arrival.failure is None
+        arrival.manager.handoffs.end("received", "done" if whole else arrival.reason)
 
 
 def _let_go(arrival: Arrival) -> None:

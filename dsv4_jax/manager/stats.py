@@ -6,15 +6,19 @@ from ..checks import check_integer
 from ..errors import PlanError
 from ..layout import CacheLayout, CacheSize
 from ..records import page_bytes
-from .metrics import ManagerStats, PoolUse, collect_stats, pool_use
+from .metrics import HandoffStats, ManagerStats, PoolUse, collect_stats, pool_use
 from .prefix.node import T
 from .request_book import RequestBook
 from .tiered_cache import TieredCache
 
 __all__ = ["collect", "compute_block_budget"]
 
+_NO_HANDOFFS = HandoffStats()
 
-def collect(layout: CacheLayout, size: CacheSize, book: RequestBook, cache: TieredCache) -> ManagerStats:
+
+def collect(
+    layout: CacheLayout, size: CacheSize, book: RequestBook, cache: TieredCache, handoffs: HandoffStats = _NO_HANDOFFS
+) -> ManagerStats:
     """Returns the numbers now. Raises `IntegrityError` if a unit is unaccounted for."""
     live, waiting = book.requests, book.preempted
     late_blocks, late_slots = cache.copies.late
@@ -58,6 +62,7 @@ def collect(layout: CacheLayout, size: CacheSize, book: RequestBook, cache: Tier
             admission_failures=cache.failures,
             generation=book.generation,
         ),
+        handoffs,
     )
 
 

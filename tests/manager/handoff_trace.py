@@ -43,6 +43,7 @@ class Pair:
 
     def __init__(self, seed: int, *, policy: str = "write_back", drafts: tuple[int, int] = (0, 3), small: int = 0):
         self.random, self.clock = random.Random(seed), FakeClock()
+        self.apart = random.Random(~seed)  # what came later: the rest stays as it was
         hosts = HostSize.of(LAYOUT, 24 - small, 5), HostSize.of(LAYOUT, 18 - small, 4)
         self.sender, self.taker = (
             Trace(
@@ -89,7 +90,10 @@ class Pair:
         if (request := request or self.sender.any_request()) is None:
             return
         before = set(self.sender.manager.leases.active)
-        handoff = self.sender.manager.export_request(request, seconds=LEASE)
+        held = [lease for lease in self.sender.manager.leases.active.values() if lease.request is request]
+        peer = held[0].peer if held else self.apart.choice([None, None, "a", "b"])
+        handoff = self.sender.manager.export_request(request, seconds=LEASE, peer=peer)
+        self.did["ended for room"] = self.sender.manager.stats().handoffs.ended["sent", "room"]
         if handoff.lease not in before:
             self.prompts[handoff.lease] = Message(handoff, list(request.tokens), self.sender.spaces[request.id])
         self.did["streamed"] += handoff.first > 0 and bool(handoff.blocks)
@@ -122,6 +126,8 @@ class Pair:
 
     def acknowledge_lease(self, lease: str) -> None:
         there = lease in self.sender.manager.leases.active
+        if there and (peer := self.sender.manager.leases.active[lease].peer) is not None:
+            assert not self.sender.manager.acknowledge(lease, peer=f"not {peer}")
         assert self.sender.manager.acknowledge(lease) <= there
         self.did["acknowledged" if there else "acknowledged too late"] += 1
 
@@ -242,6 +248,15 @@ class Pair:
     def check(self) -> None:
         self.sender.manager.check_integrity()
         self.taker.manager.check_integrity()
+        manager = self.sender.manager
+        leases, stats, pages = manager.leases.active.values(), manager.stats().handoffs, manager.cache.snapshot_pages
+        assert stats.begun["sent"] - sum(n for (side, _), n in stats.ended.items() if side == "sent") == len(leases)
+        for name, held in ((None, stats.lease_pages), *stats.peers.items()):
+            mine = [lease for lease in leases if name in (None, lease.peer)]
+            states = {lease.state_held for lease in mine} - {None}
+            assert held == len({node for lease in mine for node in lease.nodes}) + pages * len(states)
+            share = self.sender.leases.all if name is None else self.sender.leases.peer
+            assert held <= share * manager.cache.pages.num_total
 
     def run(self, steps: int) -> None:
         calls = {

@@ -19,6 +19,7 @@ from dsv4_jax.manager import (
     CachePolicy,
     EventLog,
     HostSize,
+    LeaseShares,
     Namespace,
     NamespaceShares,
     SnapshotPlacement,
@@ -64,6 +65,7 @@ class Trace:
         few = NamespaceShares(0.9, {Namespace("b"): 0.1})
         self.apart = random.Random(~seed)  # what came later: the rest of the trace stays as it was
         shares = self.apart.choice([None, NamespaceShares(0.4), few])
+        self.leases = LeaseShares(self.apart.choice([1.0, 0.7]), self.apart.choice([1.0, 0.6]), grace=0.01)
         placement = SnapshotPlacement(
             self.random.choice([None, 1, 2, 3]),
             self.random.random() < 0.8,
@@ -74,7 +76,9 @@ class Trace:
         self.manager = KVCacheManager(
             self.layout,
             size,
-            policy=CachePolicy(write=POLICIES[policy], snapshots=placement, shares=shares, states=states),
+            policy=CachePolicy(
+                write=POLICIES[policy], snapshots=placement, shares=shares, states=states, leases=self.leases
+            ),
             host=host,
             events=EventLog(),
             clock=clock,

@@ -19,13 +19,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from dsv4_jax import CacheLayout, CacheSize, DSV4Config, KVCacheManager
 from dsv4_jax.errors import (
+    ConfigError,
     ContextLimitError,
     HandoffError,
     ManagerInterruptedError,
     PlanError,
     RequestError,
 )
-from dsv4_jax.manager import CachePolicy, Handoff, HostSize, Namespace
+from dsv4_jax.manager import CachePolicy, Handoff, HostSize, LeaseShares, Namespace, prometheus_text
 from dsv4_jax.manager.remote_tier import RemoteTier
 from tests.clock import FakeClock
 from tests.interruption import Fault
@@ -64,6 +65,7 @@ SELDOM = (
     "resets while reading",
     "failed: its lease has ended",
     "failed: a record did not arrive whole",
+    "ended for room",
 )
 SLOW = bool(os.environ.get("RUN_SLOW"))
 
@@ -120,13 +122,25 @@ class Host:
     """A manager, its symbolic device and a clock."""
 
     def __init__(
-        self, *, blocks: int = 12, drafts: int = 0, host: HostSize | None = HOST, weights: str = "w", block: int = BLOCK
+        self,
+        *,
+        blocks: int = 12,
+        drafts: int = 0,
+        host: HostSize | None = HOST,
+        weights: str = "w",
+        block: int = BLOCK,
+        leases: LeaseShares | None = None,
     ):
         self.clock = FakeClock()
         layout = CacheLayout(LAYOUT.cfg, block_tokens=block, draft_tokens=drafts)
         size = CacheSize(blocks, 2, 8, num_snapshots=2)
         self.manager = KVCacheManager(
-            layout, size, policy=CachePolicy(), host=host, weights_id=weights, clock=self.clock
+            layout,
+            size,
+            policy=CachePolicy(leases=leases or LeaseShares()),
+            host=host,
+            weights_id=weights,
+            clock=self.clock,
         )
         self.device = SymbolicDevice(layout, size, host or HostSize(0))
         self.tier = RemoteTier(self.manager, clock=self.clock)
@@ -236,7 +250,7 @@ def test_two_arrivals_of_one_prompt_read_it_once() -> None:
 
 
 def test_a_lease_holds_the_host_copies_until_it_ends() -> None:
-    host = Host(host=HostSize.of(LAYOUT, 6, 1))
+    host = Host(host=HostSize.of(LAYOUT, 6, 1), leases=LeaseShares(1.0, 1.0))
     data = host.prefill()
     pages = host.manager.cache.pages.num_total
     assert len(host.manager.cache.try_pages(range(pages))) == 1  # all but those of five blocks and a state
@@ -249,6 +263,118 @@ def test_a_lease_holds_the_host_copies_until_it_ends() -> None:
     host.manager.commit()
     assert not len(host.manager.leases) and len(host.manager.cache.try_pages(range(pages))) == pages
     assert not host.manager.acknowledge(json.loads(data)["lease"])
+
+
+def tell(host: Host, tenant: int, peer: str | None = None) -> Handoff:
+    """All of a prompt that another tenant has, computed and exported; nobody acknowledges it."""
+    request = host.manager.admit_request(PROMPT, namespace=Namespace(str(tenant)))
+    host.manager.plan_step([(request, 5 * BLOCK)])
+    host.manager.take_transfers()
+    handoff = host.manager.export_request(request, seconds=3600, peer=peer)
+    host.manager.flush()
+    host.manager.take_transfers()
+    host.manager.release_request(request)
+    host.manager.check_integrity()
+    return handoff
+
+
+def test_dead_receivers_keep_no_prompt_from_being_told_whole() -> None:
+    """Thirty prompts that nobody acknowledges, on a host with room for two: the oldest leases end."""
+    host = Host(blocks=16, host=HostSize.of(LAYOUT, 12, 2))
+    sent = []
+    for tenant in range(30):
+        sent.append(tell(host, tenant))
+        host.clock.advance(1.5)
+    assert all(each.last and each.state for each in sent)
+    assert [*host.manager.leases.active] == [sent[-1].lease]
+    stats = host.manager.stats()
+    assert (stats.handoffs.leases, stats.handoffs.begun["sent"], stats.handoffs.ended["sent", "room"]) == (1, 30, 29)
+    assert stats.handoffs.lease_pages == 29 <= 0.9 * stats.cache.pools["host"].total
+    text = prometheus_text(stats)
+    assert 'dsv4_cache_handoffs_ended_total{side="sent",reason="room"} 29' in text
+    assert "\ndsv4_cache_lease_pages 29\n" in text
+
+
+def test_leases_hold_their_share_and_those_just_told_are_left_alone() -> None:
+    host = Host(blocks=16, host=HostSize.of(LAYOUT, 20, 4), leases=LeaseShares(0.55, 0.3, grace=5.0))
+    first = tell(host, 1, "a")
+    host.clock.advance(4.0)
+    second = tell(host, 2, "a")  # more than 0.3 of 116 pages for one peer
+    assert first.last and not second.last and len(second.blocks) == 5, "blocks have room beside the first, no state"
+    other = tell(host, 3, "b")
+    assert other.last, "another peer has a share of its own"
+    assert not tell(host, 4, "c").last, "together no more than 0.55"
+    host.clock.advance(4.0)
+    assert tell(host, 5, "a").last, "the oldest of its own has gone"
+    assert first.lease not in host.manager.leases.active and other.lease in host.manager.leases.active
+    assert host.manager.stats().handoffs.peers["b"] == 29
+    host.clock.advance(5.1)
+    assert tell(host, 6, "d").last and second.lease not in host.manager.leases.active
+    assert host.manager.stats().handoffs.lease_pages <= 0.55 * 116
+    for odd in ((0, 1, 1), (1, 2, 1), (1, 1, -1), ("a", 1, 1)):
+        with pytest.raises(ConfigError, match="lease shares"):
+            LeaseShares(*odd)
+
+
+def test_what_is_pinned_is_not_said_to_be_evictable() -> None:
+    host = Host(blocks=16, host=HostSize.of(LAYOUT, 12, 2), leases=LeaseShares(1.0, 1.0))
+    lease = tell(host, 1).lease
+    host.manager.sleep()  # all of it is on the host now, and nowhere else
+    host.manager.take_transfers()
+    total = host.manager.cache.pages.num_total
+    use = host.manager.stats().cache.pools["host"]
+    assert (use.pinned, use.evictable) == (29, use.cached - 29)
+    room = host.manager.cache.try_pages(range(total))
+    assert len(room) == use.free + use.evictable
+    host.manager.cache.pages.release(room)
+    host.manager.acknowledge(lease)
+    use = host.manager.stats().cache.pools["host"]
+    assert use.pinned == 0 and use.evictable == use.cached >= 29
+    assert 'units{pool="host",state="pinned"} 0' in prometheus_text(host.manager.stats())
+
+
+def test_only_its_peer_ends_a_lease() -> None:
+    host = Host(blocks=16, host=HostSize.of(LAYOUT, 20, 4))
+    mine, anybodys = tell(host, 1, "a").lease, tell(host, 2).lease
+    assert mine[:8] != anybodys[:8], "who knows one does not know the next"
+    assert not host.manager.acknowledge(mine, peer="b") and host.manager.export_again(mine, peer="b") is None
+    assert host.manager.export_again(mine, peer="a") is not None and host.manager.export_again(mine) is not None
+    assert host.manager.acknowledge(mine, peer="a") and host.manager.acknowledge(anybodys, peer="b")
+    third = tell(host, 3, "a").lease
+    assert host.manager.acknowledge(third), "this host takes back what it likes"
+    ended = host.manager.stats().handoffs.ended
+    assert (ended["sent", "done"], ended["sent", "withdrawn"]) == (2, 1)
+    request = host.admit()
+    host.manager.export_request(request, peer="a")
+    for odd in ("b", 3):
+        with pytest.raises(HandoffError, match="peer"):
+            host.manager.export_request(request, peer=odd)
+
+
+def test_why_arrivals_have_ended_is_counted() -> None:
+    sender, taker = Host(), Host()
+    data = sender.prefill()
+    whole = taker.tier.expect(data, PROMPT, namespace=SPACE)
+    taker.read(whole, sender)
+    taker.manager.admit_remote(whole)
+    taker.manager.reset()
+    arrivals = [taker.tier.expect(data, PROMPT, namespace=SPACE) for _ in range(3)]
+    torn = taker.tier.plan_reads(arrivals[0])
+    taker.tier.finish_reads(arrivals[0], torn, [False] * len(torn))
+    taker.tier.fail(arrivals[1], "the peer is lost")
+    for arrival in (arrivals[0], arrivals[1], arrivals[1]):
+        taker.tier.close(arrival)
+    taker.clock.advance(61)
+    taker.tier.expire()
+    taker.tier.close(arrivals[2])
+    stats = taker.manager.stats().handoffs
+    assert stats.begun["received"] == 4
+    assert {reason: n for (side, reason), n in stats.ended.items() if side == "received" and n} == {
+        "done": 1,
+        "torn": 1,
+        "peer": 1,
+        "time": 1,
+    }
 
 
 def test_a_step_that_did_not_run_ends_the_lease() -> None:

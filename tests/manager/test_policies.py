@@ -306,8 +306,8 @@ def test_stats_account_for_every_unit() -> None:
     stats = collect_stats(
         tree, device, host, private=1, block_bytes=100, page_bytes=90, admission_failures={"slot": 3}, generation=2
     )
-    assert stats.pools["device"] == (10, 7, 1, 2, 0, 100)
-    assert stats.pools["host"] == (4, 2, 0, 2, 1, 90)
+    assert stats.pools["device"] == (10, 7, 1, 2, 0, 100, 0)
+    assert stats.pools["host"] == (4, 2, 0, 2, 1, 90, 0)
     assert stats.pools["device"].used_bytes == 300
     assert (stats.hit_rate(), stats.hit_rate(Tier.DEVICE), stats.hit_rate(Tier.HOST)) == (12 / 21, 8 / 21, 4 / 21)
     assert stats.recomputed_tokens == 9

@@ -35,15 +35,18 @@ class Holds:
 
     Attributes:
         active: holds that have not ended.
+        blocks, pages: how many blocks and how many pages of states they hold, each counted once.
     """
 
     def __init__(self, nodes: NodeTable, queues: EvictionQueues):
         self._nodes, self._queues = nodes, queues
         self.active: dict[Hold, None] = {}
+        self.blocks = self.pages = 0
 
     def clear(self) -> None:
         """Forgets all nodes, as the tree does, and with them who held them."""
         self.active.clear()
+        self.blocks = self.pages = 0
 
     def open(self) -> Hold:
         """Makes a hold, of nothing yet."""
@@ -58,6 +61,7 @@ class Holds:
         if not self._nodes.check(node).host:
             raise IntegrityError(f"{node} has no host copy to hold")
         hold.blocks[node] = node.host
+        self.blocks += not node.held
         node.held += 1
 
     def keep_state(self, hold: Hold, node: Node) -> None:
@@ -69,6 +73,7 @@ class Holds:
             raise IntegrityError(f"{node} has no state on the host to hold")
         if snapshot not in hold.states:
             hold.states[snapshot] = snapshot.host
+            self.pages += 0 if snapshot.held else len(snapshot.host)
             snapshot.held += 1
 
     def drop(self, hold: Hold, node: Node) -> None:
@@ -91,13 +96,15 @@ class Holds:
         del self.active[hold]
         for node in reversed(hold.blocks):
             self._let_go(node)
-        for snapshot in hold.states:
+        for snapshot, pages in hold.states.items():
             snapshot.held -= 1
+            self.pages -= 0 if snapshot.held else len(pages)
             if _stands(snapshot):
                 self._queues.push_snapshot(snapshot.node)
 
     def _let_go(self, node: Node) -> None:
         node.held -= 1
+        self.blocks -= not node.held
         if self._nodes.is_current(node):
             self._queues.push(node)
 

@@ -47,6 +47,12 @@ def check_tree(table: NodeTable, queues: EvictionQueues, holds: Holds) -> None:
         if (snapshot := node.snapshot) is not None:
             _require(snapshot.held == held[snapshot], node, "has a state that is held by nobody known")
         _require(not node.held or node.host > 0, node, "is held and has no host copy")
+    units = [
+        [*{unit: pages for hold in holds.active for unit, pages in each(hold).items()}.values()]
+        for each in (lambda hold: hold.blocks, lambda hold: hold.states)
+    ]
+    if (holds.blocks, holds.pages) != (len(units[0]), sum(map(len, units[1]))):
+        raise IntegrityError(f"{holds.blocks} blocks and {holds.pages} pages are said to be held, not {units}")
     snapshots = collections.Counter(t for n in nodes if n.snapshot for t in TIERS if n.snapshot.copy(t))
     if table.num_host != sum(n.host > 0 for n in nodes) or any(table.num_snapshots[t] != snapshots[t] for t in TIERS):
         raise IntegrityError(f"miscounted: {table.num_host} host blocks, {table.num_snapshots} snapshots")

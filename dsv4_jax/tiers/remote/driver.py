@@ -132,22 +132,22 @@ class RemoteDriver:
 
     # The host that has computed
 
-    def export(self, request: Request, *, seconds: float = 60.0) -> Handoff:
+    def export(self, request: Request, *, seconds: float = 60.0, peer: str | None = None) -> Handoff:
         """Exports as `KVCacheManager.export_request` does; `take_handoffs` has it once its bytes are on the host.
 
         Returns:
             It, without checksums: what it will tell.
         """
-        handoff = self.manager.export_request(request, seconds=seconds)
+        handoff = self.manager.export_request(request, seconds=seconds, peer=peer)
         self._exported.append(_Export(handoff, self.manager.cache.transfers.asked))
         return handoff
 
-    def export_again(self, lease: str, first: int = 0) -> Handoff | None:
+    def export_again(self, lease: str, first: int = 0, *, peer: str | None = None) -> Handoff | None:
         """Exports as `KVCacheManager.export_again` does; `take_handoffs` has it, too.
 
         A driver asks by itself for what it misses: this is for a host that knows nothing of the lease.
         """
-        handoff = self.manager.export_again(lease, first)
+        handoff = self.manager.export_again(lease, first, peer=peer)
         if handoff is not None:
             self._exported.append(_Export(handoff, self.manager.cache.transfers.asked))
         return handoff
@@ -244,10 +244,10 @@ class RemoteDriver:
         for notice in self._transport.notices():
             match _parse(notice.message):
                 case {"acknowledge": str(lease), **rest} if not rest:
-                    self.manager.acknowledge(lease)
+                    self.manager.acknowledge(lease, peer=notice.sender)
                 case {"again": str(lease), "first": first, **rest} if not rest and type(first) is int and first >= 0:
                     if all(each.lease != lease for each in (*(e.handoff for e in self._exported), *self._ready)):
-                        self.export_again(lease, min(first, INT64_MAX))
+                        self.export_again(lease, min(first, INT64_MAX), peer=notice.sender)
                 case _:
                     self._messages.append(notice)
 
