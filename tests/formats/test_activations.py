@@ -1,0 +1,101 @@
+"""Rows rounded to e4m3: all bfloat16 numbers, against the rule in float32 bits, and against float64 with `frexp`."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from dsv4_jax.errors import ShapeError
+from dsv4_jax.formats.activations import ROW_BLOCK, dequantise_rows, quantise_rows
+
+from ..oracle.rows import LARGEST, _amax, _codes, _scale_exponent
+
+quantise = jax.jit(quantise_rows)
+ALL = np.arange(1 << 16, dtype=np.uint16).view(ml_dtypes.bfloat16)
+
+
+def as_released(x: np.ndarray, block: int = ROW_BLOCK, floor: float = 1e-4) -> tuple[np.ndarray, np.ndarray]:
+    """Finite rows by the released kernel's steps: amax times 1/448 in float32, its exponent rounded up by bits."""
+    blocks = x.astype(np.float32).reshape(len(x), -1, block)
+    amax = np.maximum(np.abs(blocks).max(-1), np.float32(floor))
+    bits = (amax * np.float32(1 / 448)).view(np.uint32)
+    field = (bits >> 23) + ((bits & 0x7FFFFF) != 0)
+    scale = (field << 23).astype(np.uint32).view(np.float32)
+    codes = np.clip(blocks / scale[..., None], -448, 448).astype(ml_dtypes.float8_e4m3fn)
+    return codes.view(np.uint8).reshape(x.shape), field.astype(np.uint8)
+
+
+def in_float64(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The same by `frexp` and float64, NaN and infinities too."""
+    blocks = x.astype(np.float64).reshape(len(x), -1, ROW_BLOCK)
+    exponent = _scale_exponent(_amax(blocks, 1e-4), LARGEST["e4m3"])
+    with np.errstate(invalid="ignore"):
+        codes = _codes("e4m3", blocks / np.exp2(exponent)[..., None])
+    return codes.reshape(x.shape), (exponent + 127).astype(np.uint8)
+
+
+def rows_of_all() -> np.ndarray:
+    """Every bfloat16 as the greatest of a block, and every one among random ones of its size."""
+    finite = np.sort(ALL[np.isfinite(ALL.astype(np.float32))])[::-1][: 256 * 127]
+    rng = np.random.default_rng(0)
+    greatest = finite[:, None].astype(np.float32) * rng.uniform(-1, 1, (len(finite), ROW_BLOCK))
+    greatest[:, 5] = finite
+    return np.concatenate([greatest.astype(ml_dtypes.bfloat16), finite.reshape(-1, ROW_BLOCK)])
+
+
+def test_all_numbers_as_released() -> None:
+    x = rows_of_all()
+    codes, scales = (np.asarray(y) for y in quantise(x))
+    for want_codes, want_scales in (as_released(x), in_float64(x)):
+        np.testing.assert_array_equal(scales, want_scales)
+        np.testing.assert_array_equal(codes & 0x7F, want_codes & 0x7F)
+        nonzero = codes & 0x7F != 0
+        np.testing.assert_array_equal(codes[nonzero], want_codes[nonzero])
+
+
+def test_ties_go_to_even_and_nothing_is_clipped() -> None:
+    x = np.zeros((1, ROW_BLOCK), np.float32)
+    x[0, :7] = [448, 17, 19, 21, 2**-10, 3 * 2**-10, -17]  # steps of 2 from 16 on; 2^-9 is the least subnormal
+    codes, scales = quantise(x)
+    assert np.asarray(scales).tolist() == [[127]]
+    values = np.asarray(codes).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    assert values[0, :7].tolist() == [448, 16, 20, 20, 0, 2**-8, -16]
+    above = np.asarray(quantise(np.where(x == 448, 450, x))[1])  # the next bfloat16: another scale, no clipping
+    assert above.tolist() == [[128]]
+
+
+def test_small_blocks_have_the_floor_and_nan_is_its_own() -> None:
+    x = np.zeros((3, 2 * ROW_BLOCK), np.float32)
+    x[0, 0], x[1, 3], x[2, 7], x[2, 200] = 1e-6, np.nan, np.inf, -np.inf
+    x[1, 4] = 1.0
+    codes, scales = (np.asarray(y) for y in quantise(x))
+    assert scales[:, 0].tolist() == [127 - 22, 127 - 8, 127 + 120] and scales[2, 1] == 127 + 120
+    assert codes[1, 3] == 0x7F and codes[2, 7] == 0x7E and codes[2, 200] == 0xFE
+    np.testing.assert_array_equal(codes, in_float64(x)[0])
+
+
+def test_values_come_back_within_a_step() -> None:
+    x = np.random.default_rng(1).standard_normal((64, 512)).astype(ml_dtypes.bfloat16).astype(np.float32)
+    codes, scales = quantise(x)
+    back = np.asarray(dequantise_rows(codes, scales))
+    assert np.array_equal(np.asarray(dequantise_rows(codes, scales, jnp.bfloat16)).astype(np.float32), back)
+    np.testing.assert_array_equal(np.asarray(dequantise_rows(*quantise(back))), back)  # rounding again changes nothing
+    error = np.linalg.norm(back - x) / np.linalg.norm(x)
+    assert 0.02 < error < 0.03
+
+
+@pytest.mark.parametrize(("block", "floor"), [(64, 1e-4), (ROW_BLOCK, 1e-2)])
+def test_another_rule_has_other_codes(block: int, floor: float) -> None:
+    """A block of 64, another floor: the comparison above would see them."""
+    x = rows_of_all()[-256:]
+    small = (np.random.default_rng(2).standard_normal((64, 256)) * 1e-3).astype(ml_dtypes.bfloat16)
+    seen = [np.array_equal(np.asarray(quantise(y)[0]), as_released(y, block, floor)[0]) for y in (x, small)]
+    assert not all(seen)
+
+
+def test_columns_are_in_128s() -> None:
+    with pytest.raises(ShapeError, match="quantise_rows: rows have 192 columns, expected a multiple of 128"):
+        quantise_rows(jnp.zeros((2, 192)))

@@ -1,0 +1,83 @@
+"""Hopper's FP8 matrix unit in NumPy, bit for bit, and the sums that `ops.dense_e4m3` makes of its products.
+
+A product of 32 columns (`QGMMA`, 64 x N x 32): all products, which are exact, and the number they are added to are
+aligned to the greatest exponent among them, each is cut off toward zero 13 bits behind the point, and added up exactly;
+of the sum 14 leading bits are kept, cut off toward zero. A product's exponent is the sum of its factors' (which of
+a subnormal e4m3 is that of the least normal one), so that a product's leading bit may lie a place higher, or lower.
+Nothing depends on the order of the columns, on the other rows and columns, or on which factor is which.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+__all__ = ["add_products", "dense", "parts_of"]
+
+DEPTH, BLOCK = 32, 128  # columns of a product of the unit; of a scale
+BITS = 13  # behind the point
+E4M3_BIAS, E4M3_MANTISSA, E4M3_NAN = 7, 3, 0x7F
+LOWEST = -(1 << 20)  # an exponent below all others: of zero
+
+
+def _fields(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The significand, in eighths, with its sign, and the exponent of e4m3 codes."""
+    codes = codes.astype(np.int64)
+    field, fraction = codes >> E4M3_MANTISSA & 15, codes & 7
+    significand = np.where(field > 0, fraction + 8, fraction) * np.where(codes & 0x80, -1, 1)
+    return significand, np.maximum(field, 1) - E4M3_BIAS
+
+
+def add_products(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """c [M, N] float32 plus the products of e4m3 codes a [M, 32] and b [N, 32]: what one instruction makes."""
+    (sa, ea), (sb, eb) = _fields(a), _fields(b)
+    significand = (sa[:, None] * sb[None]).astype(np.float64)
+    exponent = ea[:, None] + eb[None]
+    fraction, c_exponent = np.frexp(c.astype(np.float64))
+    terms = np.concatenate([significand / 64, 2 * fraction[..., None]], -1)
+    exponents = np.where(terms == 0, LOWEST, np.concatenate([exponent, c_exponent[..., None] - 1], -1))
+    most = exponents.max(-1, keepdims=True)
+    cut = np.trunc(np.ldexp(terms, np.maximum(exponents - most, -64) + BITS)).sum(-1)  # whole numbers: exact
+    fraction, exponent = np.frexp(cut)
+    kept = np.ldexp(np.trunc(np.ldexp(fraction, BITS + 1)), exponent - BITS - 1)
+    with np.errstate(over="ignore"):
+        out = np.where(cut == 0, 0.0, np.ldexp(kept, np.where(cut == 0, 0, most[..., 0] - BITS))).astype(np.float32)
+    lost = np.isnan(c) | ((a & E4M3_NAN) == E4M3_NAN).any(-1)[:, None] | ((b & E4M3_NAN) == E4M3_NAN).any(-1)[None]
+    return np.where(lost, np.float32(np.nan), out)
+
+
+def parts_of(weight_rows: int, columns: int) -> int:
+    """Into how many parts K of a matrix is cut (`e4m3_parts` of csrc/dense/e4m3.cuh)."""
+    parts, blocks = 1, columns // BLOCK
+    while parts < 4 and weight_rows // 64 * parts < 96 and blocks % (2 * parts) == 0 and blocks // (2 * parts) >= 4:
+        parts *= 2
+    return parts
+
+
+def dense(
+    x: np.ndarray,
+    row_scales: np.ndarray,
+    weights: np.ndarray,
+    scales: np.ndarray,
+    *,
+    parts: int,
+    groups: int = 1,
+    promote: int = BLOCK,
+) -> np.ndarray:
+    """[T, groups * K] codes and float32 scales [T, groups * K / 128] times [N, K] and float32 scales [N, K / 128], of
+    each of the weights' rows: [T, N] float32. `promote`: columns that the unit adds up; tests vary it.
+    """
+    count, columns = weights.shape
+    size, out = count // groups, np.zeros((len(x), count), np.float32)
+    for group in range(groups):
+        rows = slice(group * size, (group + 1) * size)
+        first = group * columns
+        for part in range(parts):
+            total = np.zeros((len(x), size), np.float32)
+            for k in range(part * columns // parts, (part + 1) * columns // parts, promote):
+                sums = np.zeros_like(total)
+                for i in range(k, k + promote, DEPTH):
+                    sums = add_products(x[:, first + i : first + i + DEPTH], weights[rows, i : i + DEPTH], sums)
+                factor = row_scales[:, (first + k) // BLOCK, None] * scales[rows, k // BLOCK][None]
+                total = total + sums * factor  # the product by a power of two is exact: one rounding, as a fused one
+            out[:, rows] = total if part == 0 else out[:, rows] + total
+    return out
