@@ -8,10 +8,11 @@ from __future__ import annotations
 import collections
 import enum
 import threading
+from array import array
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from .checks import check_integer
+from .checks import check_boolean, check_integer
 from .errors import PlanError
 
 __all__ = ["BlockEvent", "EventBatch", "EventLog", "Tier", "coalesce"]
@@ -31,8 +32,11 @@ class BlockEvent(NamedTuple):
 
     Attributes:
         sequence: 1, 2, ... without gaps.
-        kind: "stored", "removed", or "cleared" (the whole cache was reset; no digest, tier NONE).
+        kind: "stored", "removed", or "cleared" (the whole cache was reset; no digest, tier NONE); in a log with
+            `details` also "state_stored" and "state_removed", of the state at a block's end: hits end where one is.
         digest: of the block. parent: of the block before it, None for a first block.
+        tokens: the block's ids, code "I", of one that is stored, in a log with `details`; None for blocks of
+            namespaces, and from a prompt's first multimodal item on: their digests are not of tokens alone.
     """
 
     sequence: int
@@ -40,6 +44,7 @@ class BlockEvent(NamedTuple):
     tier: Tier
     digest: bytes | None = None
     parent: bytes | None = None
+    tokens: array[int] | None = None
 
 
 # Readers of all logs, as logs are pickled. Who drives the cache never waits for them: to append to a deque and to copy
@@ -62,14 +67,28 @@ class EventLog:
 
     A reader that fell behind further than that must start over: `since` tells how many it missed. Readers may be in any
     threads, beside the one that drives the cache.
+
+    Args:
+        capacity: events that are kept.
+        details: whether it also tells of states, and which tokens a stored block has.
+
+    Raises:
+        PlanError: no such capacity, or `details` is no boolean.
     """
 
-    def __init__(self, capacity: int = 65536):
+    def __init__(self, capacity: int = 65536, *, details: bool = False):
+        self.details = check_boolean("details", details, error=PlanError)
+        self._names: dict[bytes, array[int]] = {}  # tokens of blocks that are or will be there, the oldest first
         self._events: collections.deque[BlockEvent] = collections.deque(
             maxlen=check_integer("capacity", capacity, 1, error=PlanError)
         )
         self._before = 0  # the number before the first kept event, if there is none
         self._read = 0  # the latest number that a reader has seen
+
+    @property
+    def capacity(self) -> int:
+        """How many events are kept."""
+        return self._events.maxlen or 0
 
     @property
     def last(self) -> int:
@@ -80,11 +99,29 @@ class EventLog:
             return self._before
 
     def emit(self, kind: str, tier: Tier, digest: bytes | None = None, parent: bytes | None = None) -> None:
-        self._events.append(BlockEvent(self.last + 1, kind, tier, digest, parent))
+        tokens = self._names.get(digest) if digest is not None and kind == "stored" else None
+        self._events.append(BlockEvent(self.last + 1, kind, tier, digest, parent, tokens))
 
     def emit_all(self, kind: str, tier: Tier, blocks: Iterable[tuple[bytes | None, bytes | None]]) -> None:
         """Emits events of one kind, for (digest, parent) each: all of them or, if interrupted, none."""
         self._events.extend([BlockEvent(n, kind, tier, *block) for n, block in enumerate(blocks, self.last + 1)])
+
+    def name(self, blocks: Iterable[tuple[bytes, array[int]]]) -> None:
+        """Says which tokens the blocks of these digests have, before they are stored. The last `capacity` are known."""
+        names, most = self._names, self.capacity
+        for digest, tokens in blocks:
+            names.setdefault(digest, tokens)
+        while len(names) > most:
+            del names[next(iter(names))]
+
+    def copy_from(self, other: EventLog) -> int:
+        """Takes over, under the same numbers, what the other has told since; returns how many events.
+
+        For the thread that drives the cache, between two steps: whoever reads here sees no step that is half done.
+        """
+        fresh, _ = other.since(self.last)
+        self._events.extend(fresh)
+        return len(fresh)
 
     def rewind(self, sequence: int) -> None:
         """Takes back the events after number `sequence`, of an operation that was undone.

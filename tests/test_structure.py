@@ -33,7 +33,7 @@ LAYERS = (
     ("model.weights",),
     ("model",),
     ("engine",),
-    ("testing", "bench", "weights"),
+    ("testing", "bench", "weights", "integrations"),
     ("cli", "__init__", "__main__"),
 )
 # Rooms that use less than what is below them; beside these only errors and checks.

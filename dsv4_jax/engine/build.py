@@ -51,7 +51,7 @@ def build(
     transport: RecordTransport | None = None,
     policy: CachePolicy | None = _DEFAULT,
     weights_id: Any = None,
-    events: Sequence[EventLog] = (),
+    events: Sequence[EventLog] | bool = (),
     mesh: Mesh | None = None,
     pool: bool = False,
     exchanges: Sequence[Exchange] = (),
@@ -89,6 +89,8 @@ def build(
         pages = HostSize(plan_host_capacity(layout, host // shards))
     else:
         pages = HostSize(0)
+    if events is True:
+        events = [EventLog(details=True) for _ in range(shards)]
     if events and len(events) != shards:
         raise PlanError(f"{len(events)} event logs for {shards} data shards")
     if stores is not None and not pages.num_pages:

@@ -21,8 +21,9 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, Self, TypeVar
 
-from ..checks import check_boolean, check_seconds, shown
+from ..checks import check_boolean, check_integer, check_seconds, shown
 from ..errors import EngineError, ManagerInterruptedError, PlanError, QueueFullError, RequestError
+from ..events import BlockEvent, EventLog
 from ..manager.metrics import Family, ManagerStats, exposition
 from .core import Core, check_id
 from .executor import Executor, Pending, Work
@@ -106,6 +107,10 @@ class Engine:
         self._stop = False
         self._turn_s = 0.0
         self._stats = self._now()
+        self._news = threading.Condition()
+        self._events = [
+            None if log is None else EventLog(log.capacity) for log in (manager.events for manager in core.managers)
+        ]
         self._thresholds = gc.get_threshold()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dsv4-engine", daemon=True)
@@ -140,7 +145,7 @@ class Engine:
             policy: a `CachePolicy`; None: nothing stays cached (default: one with states in blocks, so that no share is
                 set aside for them; along a pool axis `CachePolicy()`).
             weights_id: names the weights.
-            events: of each data shard an `EventLog`.
+            events: of each data shard an `EventLog`; true: logs with `details`, to be read by `Engine.events`.
             mesh, pool: the devices, and whether those that share the heads share each request's blocks, too.
             exchanges: of the mesh's axes.
             chunk_tokens: most tokens of a step, of each data shard (default: 512, or one of each slot).
@@ -347,6 +352,45 @@ class Engine:
         """The managers, for what they tell any thread (`stats`, `digests`, ...)."""
         return tuple(self._core.managers)
 
+    def events(self, since: int = 0, *, shard: int = 0, timeout: float | None = None) -> tuple[list[BlockEvent], int]:
+        """What has appeared in the cache and left it, for routers: as the last turn left it, from any thread.
+
+        Args:
+            since: number of the last event that the reader has seen.
+            shard: of the data shards.
+            timeout: seconds to wait for an event, if there is none yet; None: none.
+
+        Returns:
+            The events after that number, and how many of those are no longer kept.
+
+        Raises:
+            EngineError: there is no such shard, or it tells of no events.
+            PlanError: a number that is none.
+        """
+        since = check_integer("since", since, error=PlanError)
+        log = self._events[check_integer("shard", shard, 0, len(self._events) - 1, error=EngineError)]
+        if log is None:
+            raise EngineError("this engine has no events: give it logs (`Engine.of(events=True)`)")
+        if timeout is not None:
+            until = time.monotonic() + check_seconds("timeout", timeout, error=EngineError)
+            self._may_wait()
+            with self._news:
+                while log.last <= since and not self._ended.is_set() and (rest := until - time.monotonic()) > 0:
+                    self._news.wait(rest)
+        return log.since(since)
+
+    def _show(self) -> None:
+        """Lets other threads see where things stand now, between two calls of a manager."""
+        self._stats = self._now()
+        fresh = 0
+        for copy, manager in zip(self._events, self._core.managers, strict=True):
+            log = manager.events
+            if copy is not None and log is not None and log.last != copy.last:
+                fresh += copy.copy_from(log)
+        if fresh:
+            with self._news:
+                self._news.notify_all()
+
     def warm_up(self) -> None:
         """Compiles what plain requests need (see `Core.warm_up`), so that the first one does not wait for it."""
         self._call(self._warm_up)
@@ -426,6 +470,8 @@ class Engine:
             self._fail_all(problem)
         finally:
             self._ended.set()
+            with self._news:
+                self._news.notify_all()
             if self._freeze:
                 gc.unfreeze()
                 gc.set_threshold(*self._thresholds)
@@ -459,7 +505,7 @@ class Engine:
         except Exception as error:
             self._fail(error)
             return
-        self._stats = self._now()
+        self._show()
         if work is None and not (self._stop and self._core.idle):
             self._rest(busy)
 
@@ -528,7 +574,7 @@ class Engine:
         """Gives outputs to their readers; each loop of asyncio is called once."""
         if not outputs:
             return
-        self._stats = self._now()  # who reads an answer finds it counted
+        self._show()  # who reads an answer finds it counted
         now = self._clock()
         self._measured.told(outputs, now)
         wake: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
@@ -572,7 +618,7 @@ class Engine:
         if hung:  # nobody reads any more
             self._core.abort_all()
         self._tell(outputs)
-        self._stats = self._now()
+        self._show()
 
     def _watch(self) -> None:
         """The watchdog's thread: a device that hangs must not hang those who wait for it."""

@@ -117,6 +117,7 @@ class Publisher:
             if not self._hash(request, full):
                 return True
             owner = tree.owners.of(request.hasher.namespace)
+            tree.name(request.hasher, len(nodes), full)
             for i in range(len(nodes), full):
                 parent = nodes[-1] if nodes else None
                 nodes.append(tree.reserve(parent, request.hasher.digests[i], blocks[i], owner))

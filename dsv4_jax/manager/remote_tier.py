@@ -185,6 +185,7 @@ class RemoteTier:
             raise HandoffError("total", f"no room on the host for {part.total} blocks and a state")
         if part.total > max(len(known) - 1, 0) // layout.block_tokens:
             raise HandoffError("total", f"{part.total} blocks, the prompt has {len(known)} tokens")
+        cache.tree.name(hasher, 0, part.total)
         arrival = Arrival(
             self._manager,
             part.lease,

@@ -154,7 +154,9 @@ class StorageTier:
     ) -> list[bytes]:
         """The digests of the blocks that a request with this prompt could find. Raises `RequestError`."""
         hasher = BlockHasher(self._manager.hash_spec, tokens, namespace=namespace, items=items)
-        return hasher.digests[: max(hasher.num_tokens - 1, 0) // hasher.spec.block_tokens]
+        full = max(hasher.num_tokens - 1, 0) // hasher.spec.block_tokens
+        self._cache.tree.name(hasher, 0, full)
+        return hasher.digests[:full]
 
     def plan_fetch(self, digests: list[bytes], blocks: Contains, snapshots: Contains) -> list[StorageMove]:
         """Does `plan_reads` of a prompt with these `digests`: for who asks storage first and plans when it has

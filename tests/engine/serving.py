@@ -5,14 +5,14 @@ from __future__ import annotations
 import collections
 import dataclasses
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import dsv4_jax as dsv4
 from dsv4_jax.engine import Core, Limits, Output, Prompt, ShadowExecutor, shapes_of
 from dsv4_jax.engine.prompt import derived_seed
 from dsv4_jax.engine.shadow import answer_of
-from dsv4_jax.manager import CachePolicy, HostSize, KVCacheManager
+from dsv4_jax.manager import CachePolicy, EventLog, HostSize, KVCacheManager
 
 from ..clock import PATIENCE
 
@@ -54,12 +54,16 @@ class Server:
         host: bool = False,
         caching: bool = True,
         limits: Limits | None = None,
+        logs: Sequence[EventLog] = (),
         **options: Any,
     ):
         layout = dsv4.CacheLayout(CFG, "f32", "f32", block_tokens=BLOCK, draft_tokens=drafts)
         size = dsv4.CacheSize(blocks, slots, COLUMNS, num_snapshots=2 * slots if caching else 0)
         policy, pages = CachePolicy() if caching else None, HostSize.of(layout, 20, 6) if host else None
-        self.managers = [KVCacheManager(layout, size, policy=policy, host=pages) for _ in range(shards)]
+        self.managers = [
+            KVCacheManager(layout, size, policy=policy, host=pages, events=logs[i] if logs else None)
+            for i in range(shards)
+        ]
         shapes = shapes_of(self.managers, chunk, steps=steps, drafts=drafts)
         executor = {name: options.pop(name) for name in ("on_send", "on_get", "guesses") if name in options}
         self.executor = ShadowExecutor(shapes, CFG.vocab_size, **executor)

@@ -21,7 +21,7 @@ import dataclasses
 import operator
 import struct
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
 from typing import Any
 
@@ -181,6 +181,16 @@ class BlockHasher:
     def ids(self, num_tokens: int) -> array[int]:
         """Returns the first `num_tokens` ids, code "I"."""
         return self._ids[:num_tokens]
+
+    def named(self, first: int, last: int) -> Iterator[tuple[bytes, array[int]]]:
+        """Yields digest and ids of the blocks first..last - 1 that nothing but their tokens names: none of a namespace,
+        and none from the first item on."""
+        size = self.spec.block_tokens
+        if self.namespace != Namespace():
+            return
+        plain = min([last, *(start // size for _, start, _ in self._items)])
+        for i in range(first, plain):
+            yield self.digests[i], self._ids[i * size : (i + 1) * size]
 
     def extend(self, tokens: Sequence[int] | np.ndarray) -> list[bytes]:
         """Adds tokens; returns the digests of blocks that became full. Raises `RequestError`, then nothing changed."""

@@ -221,6 +221,8 @@ class NodeTable:
         old = snapshot.set_copy(tier, unit)
         self.num_snapshots[tier] += bool(unit) - bool(old)
         self._count_owned(node, tier, self.snapshot_blocks * (bool(unit) - bool(old)), tier)
+        if self._events is not None and self._events.details and bool(unit) != bool(old):
+            self.emit("state_stored" if unit else "state_removed", tier, node)
         if snapshot.tier is T.NONE:
             node.snapshot = None
             self._queues.end_of_path(node)

@@ -35,6 +35,7 @@ from ...events import EventLog
 from .eviction import Freed, TreeCounters
 from .eviction_policies import WORTH, EvictionPolicy
 from .evictor import Evictor
+from .hashing import BlockHasher
 from .holds import Holds
 from .host_evictor import HostEvictor
 from .moves import BlockMoves
@@ -217,6 +218,11 @@ class PrefixTree:
             if node.snapshot is not None:
                 hit = i + 1
         return PrefixMatch(tuple(path), hit, num_tokens)
+
+    def name(self, hasher: BlockHasher, first: int, last: int) -> None:
+        """Tells the event log, if it wants to know, which tokens the hasher's blocks first..last - 1 have."""
+        if self._events is not None and self._events.details:
+            self._events.name(hasher.named(first, last))
 
     # References
 
