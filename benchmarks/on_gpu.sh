@@ -43,6 +43,8 @@ stage() {
       timeout 150 "$python" -m dsv4_jax bench step --loop 8 --steps 3 --json "$OUT/loop.json" > "$OUT/loop.log" 2>&1
       timeout 150 "$python" -m dsv4_jax bench step --loop 8 --steps 3 --xla xla_gpu_enable_command_buffer=$captured \
         --json "$OUT/loop-captured.json" > "$OUT/loop-captured.log" 2>&1 ;;
+    generate)  # what a step costs beyond the device, and what sampling adds; 12 layers of Flash
+      timeout 400 "$python" benchmarks/bench_generate.py --layers 12 --prompts 1 64 --json "$OUT/generate.json" > "$OUT/generate.log" 2>&1 ;;
     model)  # 12 layers of Flash with weights as released
       timeout 200 "$python" -m dsv4_jax bench model --layers 12 --batch 1,64,256 --json "$OUT/model.json" > "$OUT/model.log" 2>&1 ;;
     exchange)  # between GPUs, of which it needs two: only if it is named

@@ -94,15 +94,18 @@ TABLES: dict[str, Table] = {
     # Prompts continued by `dsv4-jax generate`, as it reports them; `bench_step_ms`: the step as `models` times it.
     "generate": Table(
         _fields(
-            text="model weights kv_format index_format",
+            text="model weights kv_format index_format sampling",
             number="layers devices tensor prompts decode_steps drafts max_batch chunk_tokens prompt_tokens new_tokens "
             "decoded decode_calls decode_rows cached_tokens cache_bytes load_s compile_s prefill_s decode_s "
-            "prefill_tokens_per_s decode_tokens_per_s step_ms bench_step_ms",
+            "prefill_tokens_per_s decode_tokens_per_s step_ms bench_step_ms pool_ranks host_memory preemptions",
             flag="prefix_caching",
             parts="host_us",
         ),
-        "model layers devices tensor prompts prompt_tokens decode_steps drafts",
+        "model layers devices tensor prompts prompt_tokens decode_steps drafts sampling",
     ),
+    # `sample` by itself on the logits of a step, us by the rows' settings; and requests through an engine's thread.
+    "sampling": Table(_fields(number="batch vocabulary", parts="us"), "batch vocabulary"),
+    "engine": Table(_fields(text="model", number="layers prompts step_ms"), "model layers prompts"),
     # A trained checkpoint on real text, as `quality.measure_quality` reports it: nats a token, shares of tokens and of
     # picked entries; `..._half` is half an interval of 95 %, `against` what KL, change and shares compare with.
     "quality": Table(
