@@ -5,19 +5,21 @@ JSON of limited size and depth, fields of a config by type and range, any value 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from .checks import INT32_MAX
-from .errors import ConfigError
+from .errors import CacheError, ConfigError
 
 __all__ = [
     "INT32_MAX",
     "brief",
+    "failing",
     "integer_field",
     "number_field",
     "parse_json",
@@ -49,6 +51,19 @@ def brief(value: object) -> str:
 def plain(name: str) -> str:
     """A name as it is if it is short and printable, else `brief`."""
     return name if name.isprintable() and len(name) <= _LONGEST_NAME else brief(name)
+
+
+@contextlib.contextmanager
+def failing(kind: type[CacheError], problem: str) -> Iterator[None]:
+    """Raises an error of this kind for whatever a program of others raises, a panic of its Rust, too."""
+    try:
+        yield
+    except (MemoryError, CacheError):
+        raise
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__module__ == "pyo3_runtime":
+            raise kind(f"{problem}: {error}") from None
+        raise
 
 
 def integer_field(field: str, value: Any, low: int = 1, high: int = INT32_MAX) -> int:

@@ -15,6 +15,7 @@ LAYERS = (
     ("untrusted", "output", "libraries", "native_build", "events", "eviction_queue"),
     ("plotting",),
     ("hf_config", "text"),
+    ("chat",),
     ("config",),
     ("formats", "schema"),
     ("layout",),
@@ -40,6 +41,7 @@ LAYERS = (
 NARROW = {
     "hf_config": {"untrusted"},
     "text": {"output", "untrusted"},
+    "chat": {"text", "untrusted"},
     "config": {"hf_config", "untrusted"},
     "schema": {"config"},
     "layout": {"config", "formats", "schema"},

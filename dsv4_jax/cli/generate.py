@@ -141,8 +141,6 @@ def run(args: argparse.Namespace) -> int:
     ranks = tensor if args.pool else 1
     size = choose_size(layout, needs, high, memory, args.cache_memory, snapshots=keeps, ranks=ranks)
 
-    if args.chat == "think" and tokenizer:
-        say(f"--chat think: {tokenizer.effort}")
     began = time.perf_counter()
     mesh = _mesh(shards, tensor)
     cfg, params = load(args.checkpoint, form, mtp=mtp, mesh=mesh)
@@ -219,7 +217,7 @@ def _prompts(args: argparse.Namespace, cfg: DSV4Config) -> tuple[list[Prompt], T
     if "" in args.stop:
         raise OptionError("--stop: an empty text")
     tokenizer = open_tokenizer(args.checkpoint) if texts else None
-    return encode(given, tokenizer, args.chat, cfg.vocab_size), tokenizer
+    return encode(given, tokenizer, args, cfg.vocab_size), tokenizer
 
 
 def _memory(args: argparse.Namespace, cfg: DSV4Config, form: str, tensor: int) -> DeviceMemory:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from ..chat import MODELS, Chat, model_of
 from ..errors import CheckpointError, FileError, OptionError
 from ..text import Tokenizer
 from ..untrusted import brief, parse_json
@@ -16,7 +17,17 @@ from .inputs import open_regular, read_tokens
 from .options import naming, option
 from .values import given_path, natural, short
 
-__all__ = ["Given", "Prompt", "add_prompts", "encode", "given_prompts", "open_tokenizer", "token_ids"]
+__all__ = [
+    "Given",
+    "Prompt",
+    "add_conversation",
+    "add_prompts",
+    "encode",
+    "given_prompts",
+    "open_chat",
+    "open_tokenizer",
+    "token_ids",
+]
 
 _MAX_BYTES = 1 << 28
 
@@ -44,11 +55,17 @@ def add_prompts(parser: argparse.ArgumentParser) -> None:
     option(group, "--prompt-file", given_path, "FILE", lines)
     ids = "1,2,3 or a .npy of integers; several: several times. Its answer is ids, too"
     option(group, "--tokens", _ids_or_file, "IDS|FILE", ids, action="append", default=[])
-    chat = (
-        "texts are questions, put as the checkpoint has learnt them; think: it reasons first (without a chat template "
-        "no text about effort is put: low effort, high for a preview checkpoint)"
-    )
+    chat = "texts are questions, put as the checkpoint has learnt them; think: it reasons first"
     group.add_argument("--chat", nargs="?", choices=("answer", "think"), const="answer", help=chat)
+    add_conversation(group)
+
+
+def add_conversation(group: argparse._ActionsContainer) -> None:
+    """Adds the options that say how conversations are encoded."""
+    effort = "how hard it thinks: low, medium, high (default), max; of V4.1 also a number from 1 to 100"
+    option(group, "--effort", _effort, "LEVEL", effort)
+    model = "whose conversations the checkpoint has learnt (default: as its own encoder says, else v4-0731)"
+    option(group, "--chat-model", str, "NAME", model, choices=MODELS)
 
 
 def given_prompts(args: argparse.Namespace) -> list[Given]:
@@ -65,6 +82,8 @@ def given_prompts(args: argparse.Namespace) -> list[Given]:
     for source, content in prompts:
         if not content:
             raise OptionError(f"{source}: an empty prompt")
+    if args.effort is not None and args.chat != "think":
+        raise OptionError("--effort: says how hard --chat think thinks")
     if args.chat and all(isinstance(content, list) for _, content in prompts):
         raise OptionError("--chat: puts texts as questions, and there are only ids")
     return prompts
@@ -78,8 +97,15 @@ def open_tokenizer(checkpoint: pathlib.Path) -> Tokenizer:
         raise OptionError(f"--checkpoint: {error}: give prompts as ids (--tokens)") from error
 
 
-def encode(given: list[Given], tokenizer: Tokenizer | None, chat: str | None, vocab_size: int) -> list[Prompt]:
+def open_chat(args: argparse.Namespace, tokenizer: Tokenizer) -> Chat:
+    """Returns what encodes conversations of the checkpoint. Raises `OptionError`."""
+    with naming("--checkpoint"):
+        return Chat(tokenizer, model=args.chat_model or model_of(args.checkpoint))
+
+
+def encode(given: list[Given], tokenizer: Tokenizer | None, args: argparse.Namespace, vocab_size: int) -> list[Prompt]:
     """Returns the ids of all. `tokenizer`: there if one is a text. Raises `OptionError`."""
+    chat = open_chat(args, tokenizer) if args.chat and tokenizer is not None else None
     prompts = []
     for source, content in given:
         if isinstance(content, list):
@@ -90,9 +116,12 @@ def encode(given: list[Given], tokenizer: Tokenizer | None, chat: str | None, vo
             content.encode()
         except UnicodeEncodeError:
             raise OptionError(f"{source}: {short(content)} is no Unicode text") from None
-        asked = [{"role": "user", "content": content}]
         with naming("--chat" if chat else "--checkpoint"):
-            ids = tokenizer.encode_chat(asked, chat == "think") if chat else tokenizer.encode(content)
+            if chat is None:
+                ids = tokenizer.encode(content)
+            else:
+                asked = [{"role": "user", "content": content}]
+                ids = chat.encode(asked, thinking=args.chat == "think", reasoning_effort=args.effort)
         if not ids:
             raise OptionError(f"{source}: {short(content)} has no tokens")
         prompts.append(Prompt(source, ids, content))
@@ -107,6 +136,10 @@ def encode(given: list[Given], tokenizer: Tokenizer | None, chat: str | None, vo
 def token_ids(text: str) -> list[int]:
     """Parses ids separated by commas."""
     return [natural(part) for part in text.split(",")]
+
+
+def _effort(text: str) -> str | int:
+    return natural(text) if text.isdecimal() else text
 
 
 def _ids_or_file(text: str) -> list[int] | pathlib.Path:

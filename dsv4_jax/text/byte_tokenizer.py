@@ -6,6 +6,7 @@ import json
 import pathlib
 
 from ..output import open_output
+from .byte_level import byte_characters
 
 __all__ = ["BYTE_TOKENS", "save_byte_tokenizer"]
 
@@ -28,7 +29,7 @@ def save_byte_tokenizer(path: str | pathlib.Path) -> None:
     Raises:
         FileError: they cannot be written there.
     """
-    ids = {text: i for i, text in enumerate((*_MARKS, *_byte_characters()))}
+    ids = {text: i for i, text in enumerate((*_MARKS, *byte_characters()))}
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     bytewise = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     tokenizer = {
@@ -42,11 +43,3 @@ def save_byte_tokenizer(path: str | pathlib.Path) -> None:
     for name, value in {"tokenizer.json": tokenizer, "tokenizer_config.json": config}.items():
         with open_output(pathlib.Path(path) / name, encoding="utf-8") as file:
             json.dump(value, file, ensure_ascii=False, indent=1)
-
-
-def _byte_characters() -> list[str]:
-    """The characters that stand for bytes in byte-level vocabularies: printable ones for themselves, others from 256
-    on."""
-    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = iter(range(256, 512))
-    return [chr(byte if byte in own else next(others)) for byte in range(256)]

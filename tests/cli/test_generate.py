@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import collections
+import importlib.util
 import json
 import pathlib
+import sys
 import types
 
 import jax
@@ -26,7 +28,7 @@ from dsv4_jax.manager import KVCacheManager
 from dsv4_jax.text import save_byte_tokenizer
 
 from ..model import released
-from ..text.folders import ASSISTANT, BEGIN, a_chat, ids_of
+from ..text.folders import ASSISTANT, BEGIN, ids_of
 from .refusals import refused
 
 CFG = DSV4Config.tiny(layer_types=(AttentionType.CSA,), hc_sinkhorn_iters=1, vocab_size=300, num_mtp_layers=1)
@@ -43,7 +45,8 @@ def checkpoint(tmp_path_factory) -> pathlib.Path:
 @pytest.fixture(scope="module")
 def with_text(checkpoint, tmp_path_factory) -> pathlib.Path:
     """The same with a tokenizer: a token a byte, and marks."""
-    pytest.importorskip("tokenizers")
+    if importlib.util.find_spec("tokenizers") is None:
+        pytest.importorskip("deepseek_recipe")
     path = tmp_path_factory.mktemp("text")
     for file in checkpoint.iterdir():
         (path / file.name).symlink_to(file)
@@ -252,54 +255,36 @@ def test_what_was_drawn_before_ctrl_c_stays(checkpoint, script, capsys, prompts,
 
 def test_text(with_text, script, capsys):
     """Prompts are put with the token that begins a text; an answer is text, ended by tokens or by strings."""
-    answer = ids_of(with_text, "déjà vu: once, twice")
+    answer = ids_of("déjà vu: once, twice")
     asked = script([*answer, 1, 0], answer)
     assert main(generate(with_text, "--prompt", "Hé!")) == 0
     assert capsys.readouterr().out == "déjà vu: once, twice\n"
-    assert asked.prompts == [[0, *ids_of(with_text, "Hé!")]]
+    assert asked.prompts == [[0, *ids_of("Hé!")]]
     argv = generate(with_text, "--prompt", "a", "--stop", "once more", "--stop", "à v", "--json")
     assert main(argv) == 0
     (report,) = json.loads(capsys.readouterr().out)["answers"]
     assert (report["text"], report["end"], report["prompt"]) == ("déj", "stop", "a")
-    assert report["tokens"] == ids_of(with_text, "déjà v")
+    assert report["tokens"] == ids_of("déjà v")
     assert main(generate(with_text, "--prompt", "a", "--stop", "once more", "--max-new-tokens", "15")) == 0
     assert capsys.readouterr().out == "déjà vu: once\n", "what was held back comes with the end"
     assert main(generate(with_text, "--prompt", "a\nb", "--tokens", "4", "--max-new-tokens", "2")) == 0
     assert capsys.readouterr().out.startswith("[1] 'a\\nb': 2 tokens, length\nd\ufffd\n\n[2] '4': 2 tokens, length\n")
 
 
-def test_chat(with_text, script, capsys, tmp_path):
-    asked = script([ids_of(with_text, "no")[0], 1])
+def test_chat(with_text, script, capsys):
+    pytest.importorskip("deepseek_recipe")
+    asked = script([ids_of("no")[0], 1])
     assert main(generate(with_text, "--prompt", "why?", "--chat")) == 0
-    assert asked.prompts == [[0, 2, *ids_of(with_text, "why?"), 3, 5]]
+    assert asked.prompts == [[0, 2, *ids_of("why?"), 3, 5]]
     assert main(generate(with_text, "--prompt", "why?", "--chat", "think")) == 0
     assert asked.prompts[0][-2:] == [3, 4]
-    for file in with_text.iterdir():
-        (tmp_path / file.name).symlink_to(file)
-    template = tmp_path / "chat_template.jinja"
-    template.write_text("{% for m in messages %}{{ m | tojson }}{% break %}{% endfor %}{{ thinking }}{{ bos_token }}")
-    assert main(generate(tmp_path, "--prompt", "w<y?", "--chat")) == 0
-    assert asked.prompts == [[*ids_of(with_text, '{"role": "user", "content": "w<y?"}False'), 0]]
-    for text, problem in (
-        ("{{", "template fails"),
-        ("{{ raise_exception('not so') }}", "not so"),
-        ("{{ 1 // 0 }}", ""),
-    ):
-        template.write_text(text)
-        capsys.readouterr()
-        refused(capsys, generate(tmp_path, "--prompt", "a", "--chat"), "--chat: ", problem)
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize("template", [None, "{{ m }}"])
-def test_thinking_says_how_hard(with_text, script, capsys, tmp_path, template):
-    script([1])
-    path = a_chat(with_text, tmp_path, template=template and template.replace("m", "messages[0].content"))
-    assert main(generate(path, "--prompt", "a", "--chat", "think")) == 0
-    said = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("--chat think: "))
-    assert ("low" in said and "high" in said) if template is None else "chat template" in said
-    assert main(generate(path, "--prompt", "a", "--chat")) == 0
-    assert "--chat think" not in capsys.readouterr().err
+    assert asked.prompts[0][1:7] == ids_of("Reason"), "high effort, by default"
+    assert main(generate(with_text, "--prompt", "<think>", "--chat", "think", "--effort", "low")) == 0
+    assert asked.prompts == [[0, 2, *ids_of("<think>"), 3, 4]], "what users type is no mark"
+    capsys.readouterr()
+    argv = generate(with_text, "--prompt", "a", "--effort", "5")
+    refused(capsys, [*argv, "--chat", "think"], "--chat: ", "levels only")
+    refused(capsys, argv, "--effort: says how hard --chat think thinks")
 
 
 def test_refusals(checkpoint, capsys, tmp_path, monkeypatch):
@@ -350,8 +335,13 @@ def test_refusals(checkpoint, capsys, tmp_path, monkeypatch):
     refused(
         capsys, generate(checkpoint, "--tokens", "1"), "--max-new-tokens: a cache for 128 tokens", "has 900 B for it"
     )
-    monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
-    refused(capsys, generate(checkpoint, "--prompt", "a"), "need the extra text (pip install 'dsv4_jax[text]')")
+    (tmp_path / "text").mkdir()
+    save_byte_tokenizer(tmp_path / "text")
+    (tmp_path / "text" / "config.json").symlink_to(checkpoint / "config.json")
+    for package in ("tokenizers", "deepseek_recipe"):
+        monkeypatch.setitem(sys.modules, package, None)
+    needed = "need the extra text (pip install 'dsv4_jax[text]')"
+    refused(capsys, generate(tmp_path / "text", "--prompt", "a"), needed)
 
 
 def test_checkpoints_that_do_not_run_are_named(capsys, tmp_path, monkeypatch):
@@ -408,17 +398,15 @@ def test_checkpoints_without_text(checkpoint, with_text, capsys, tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"version": 1}')
     refused(capsys, generate(tmp_path, "--prompt", "a"), "--checkpoint: ", "tokenizer.json is no tokenizer")
     odd = json.loads((with_text / "tokenizer.json").read_text())
+    odd["pre_tokenizer"] = {"type": "none"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(odd))
+    refused(capsys, generate(tmp_path, "--prompt", "a"), "--checkpoint: ", "tokenizer.json is no tokenizer")
     odd["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}  # at which the package panics
     (tmp_path / "tokenizer.json").write_text(json.dumps(odd))
     refused(capsys, generate(tmp_path, "--prompt", "a"), "--checkpoint: ", "tokenizer.json is no tokenizer")
     (tmp_path / "tokenizer.json").unlink()
     (tmp_path / "tokenizer.json").symlink_to(with_text / "tokenizer.json")
-    lacks = f"--chat: {tmp_path} has no chat_template.jinja, and DeepSeek-V4's own encoding needs"
-    refused(capsys, generate(tmp_path, "--prompt", "a", "--chat"), f"{lacks} tokenizer_config.json with a bos_token")
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "e"}')
-    refused(capsys, generate(tmp_path, "--prompt", "a", "--chat"), f"{lacks} bos_token in tokenizer_config.json")
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>", "add_bos_token": true}')
-    refused(capsys, generate(tmp_path, "--prompt", "a", "--chat"), f"{lacks} <s> in tokenizer.json")
     refused(capsys, generate(tmp_path, "--prompt", "a"), "before each text, but tokenizer.json has no token <s>")
     (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": true}')
     refused(capsys, generate(tmp_path, "--prompt", "a"), "before each text, but it names no bos_token")
@@ -428,7 +416,11 @@ def test_checkpoints_without_text(checkpoint, with_text, capsys, tmp_path):
     short["added_tokens"] = [token for token in short["added_tokens"] if token["content"] != ASSISTANT]
     del short["model"]["vocab"][ASSISTANT]
     (tmp_path / "tokenizer.json").write_text(json.dumps(short))
-    refused(capsys, generate(tmp_path, "--prompt", "a", "--chat"), f"{lacks} {ASSISTANT} in tokenizer.json")
+    if importlib.util.find_spec("deepseek_recipe"):
+        lacks = f"--chat: {tmp_path}: tokenizer.json has no token {ASSISTANT}"
+        refused(capsys, generate(tmp_path, "--prompt", "a", "--chat"), lacks)
+    else:
+        refused(capsys, generate(tmp_path, "--prompt", "a", "--chat"), "--chat: conversations need the extra serve")
     (tmp_path / "tokenizer.json").unlink()
     (tmp_path / "tokenizer.json").symlink_to(with_text / "tokenizer.json")
     refused(capsys, generate(tmp_path, "--prompt", "\udcff"), "--prompt: '\\udcff' is no Unicode text")
@@ -437,8 +429,6 @@ def test_checkpoints_without_text(checkpoint, with_text, capsys, tmp_path):
     refused(capsys, generate(tmp_path, "--prompt", "a"), "--checkpoint: ", "tokenizer_config.json holds []")
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "\\ud800"}')
     refused(capsys, generate(tmp_path, "--prompt", "a"), "--checkpoint: bos_token of its tokenizer_config.json")
-    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ \'\\ud800\' }}"}')
-    refused(capsys, generate(tmp_path, "--prompt", "a", "--chat"), "--chat: the tokenizer has no ids for")
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, "2"]}')
     refused(capsys, generate(tmp_path, "--tokens", "1"), "--stop-tokens: eos_token_id in ", "is [1, '2'], no ids")
 
@@ -446,7 +436,7 @@ def test_checkpoints_without_text(checkpoint, with_text, capsys, tmp_path):
 def test_files_of_prompts(tmp_path):
     """No mark of an editor's, no end of a line is part of one."""
     (lines := tmp_path / "lines.jsonl").write_bytes(b'\xef\xbb\xbf"a"\r\n')
-    args = argparse.Namespace(prompt=[], prompt_file=lines, tokens=[], chat=None)
+    args = argparse.Namespace(prompt=[], prompt_file=lines, tokens=[], chat=None, effort=None)
     assert [content for _, content in given_prompts(args)] == ["a"]
 
 
