@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import math
 import pathlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from . import hf_config
 from .errors import ConfigError
 from .untrusted import INT32_MAX, brief, integer_field, number_field
 
-__all__ = ["AttentionType", "DSV4Config", "LayerSpec", "YarnScaling", "build_schedule"]
+__all__ = ["AttentionType", "DSV4Config", "DSparkHead", "LayerSpec", "YarnScaling", "build_schedule"]
 
 _MAX_LAYERS = 1024
+_MAX_BLOCK = 64  # rows of a DSpark block
 
 
 class AttentionType(enum.Enum):
@@ -34,8 +36,9 @@ class AttentionType(enum.Enum):
 class LayerSpec:
     """One layer of the schedule.
 
-    `layer_idx` counts from 0; MTP layers follow the backbone. `hash_routed` layers take their
-    expert ids from a table indexed by the token id instead of from the router's scores.
+    `layer_idx` counts from 0; the layers that draft follow the backbone (`is_mtp`: an MTP layer, or a stage of DSpark).
+    `hash_routed` layers take their expert ids from a table indexed by the token id instead of from the router's
+    scores.
     """
 
     layer_idx: int
@@ -76,6 +79,25 @@ class YarnScaling:
 
         low, high = math.floor(pair_turning(self.beta_fast)), math.ceil(pair_turning(self.beta_slow))
         return max(low, 0), min(high, rope_dim - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class DSparkHead:
+    """The draft head of three stages that checkpoints since July 2026 have (docs/model.md, DSpark).
+
+    Attributes:
+        block_size: rows of a block, and so the most drafts of a step.
+        noise_token_id: what stands in a block behind the last token.
+        target_layer_ids: the layers of the backbone whose output it hears, ascending.
+        markov_rank: of the table of pairs of tokens.
+    """
+
+    block_size: int
+    noise_token_id: int
+    target_layer_ids: tuple[int, ...]
+    markov_rank: int
+
+    stages: ClassVar[int] = hf_config.DSPARK_STAGES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,14 +142,20 @@ class DSV4Config:
     hc_sinkhorn_iters: int = 20
     hc_eps: float = 1e-6
     tie_word_embeddings: bool = False
+    dspark: DSparkHead | None = None  # instead of MTP layers
 
     def __post_init__(self) -> None:
         _validate(self)
 
     @property
     def num_layers(self) -> int:
-        """Backbone layers (MTP layers not counted)."""
+        """Backbone layers (those that draft not counted)."""
         return len(self.layer_types)
+
+    @property
+    def num_draft_layers(self) -> int:
+        """Layers that draft: the stages of DSpark, or MTP layers."""
+        return self.num_mtp_layers if self.dspark is None else self.dspark.stages
 
     @property
     def nope_dim(self) -> int:
@@ -268,8 +296,13 @@ class DSV4Config:
         """
         hf = source if isinstance(source, Mapping) else hf_config.read_hf(source)
         fields = hf_config.parse_hf(hf)
-        kinds, yarn = map(AttentionType, fields.pop("layer_types")), fields.pop("yarn")
-        return cls(layer_types=tuple(kinds), yarn=None if yarn is None else YarnScaling(**yarn), **fields)
+        kinds, yarn, dspark = (fields.pop(name) for name in ("layer_types", "yarn", "dspark"))
+        return cls(
+            layer_types=tuple(map(AttentionType, kinds)),
+            yarn=None if yarn is None else YarnScaling(**yarn),
+            dspark=None if dspark is None else DSparkHead(**dspark),
+            **fields,
+        )
 
     def to_hf(self, dtype: str) -> dict[str, Any]:
         """The `config.json` that `from_hf` and `transformers` read as this model, with weights of `dtype`."""
@@ -278,12 +311,12 @@ class DSV4Config:
 
 
 def build_schedule(cfg: DSV4Config, *, include_mtp: bool = False) -> tuple[LayerSpec, ...]:
-    """The layers in order; with `include_mtp`, the SWA-only MTP layers follow the backbone."""
+    """The layers in order; with `include_mtp`, the SWA-only layers that draft follow the backbone."""
     backbone = tuple(LayerSpec(i, attn, hash_routed=i < cfg.num_hash_layers) for i, attn in enumerate(cfg.layer_types))
     if not include_mtp:
         return backbone
     first = cfg.num_layers
-    return backbone + tuple(LayerSpec(first + i, AttentionType.SWA, is_mtp=True) for i in range(cfg.num_mtp_layers))
+    return backbone + tuple(LayerSpec(first + i, AttentionType.SWA, is_mtp=True) for i in range(cfg.num_draft_layers))
 
 
 def _types(ratios: list[int]) -> tuple[AttentionType, ...]:
@@ -339,6 +372,27 @@ def _validate(cfg: DSV4Config) -> None:
     if not isinstance(cfg.tie_word_embeddings, bool):
         raise ConfigError("tie_word_embeddings", f"must be true or false, got {brief(cfg.tie_word_embeddings)}")
     _validate_yarn(cfg)
+    _validate_dspark(cfg)
+
+
+def _validate_dspark(cfg: DSV4Config) -> None:
+    head = cfg.dspark
+    if head is None:
+        return
+    if not isinstance(head, DSparkHead):
+        raise ConfigError("dspark", f"must be a DSparkHead or None, got {brief(head)}")
+    if cfg.num_mtp_layers:
+        raise ConfigError("num_mtp_layers", f"must be 0 beside DSpark, got {cfg.num_mtp_layers}")
+    integer_field("dspark_block_size", head.block_size, high=_MAX_BLOCK)
+    integer_field("dspark_noise_token_id", head.noise_token_id, low=0, high=cfg.vocab_size - 1)
+    integer_field("dspark_markov_rank", head.markov_rank)
+    ids, field = head.target_layer_ids, "dspark_target_layer_ids"
+    if not isinstance(ids, tuple) or not ids:
+        raise ConfigError(field, f"must be a tuple of layers, got {brief(ids)}")
+    for layer in ids:
+        integer_field(field, layer, low=0, high=cfg.num_layers - 1)
+    if any(one >= other for one, other in itertools.pairwise(ids)):
+        raise ConfigError(field, f"must ascend, got {brief(ids)}")
 
 
 def _validate_yarn(cfg: DSV4Config) -> None:

@@ -14,9 +14,10 @@ from typing import Any
 from .errors import ConfigError
 from .untrusted import brief, integer_field, number_field, plain, read_json
 
-__all__ = ["CSA", "HCA", "SWA", "check_drafts", "check_weight_blocks", "hf_fields", "parse_hf", "read_hf"]
+__all__ = ["CSA", "DSPARK_STAGES", "HCA", "SWA", "check_weight_blocks", "hf_fields", "parse_hf", "read_hf"]
 
 CSA, HCA, SWA = "compressed_sparse_attention", "heavily_compressed_attention", "sliding_attention"
+DSPARK_STAGES = 3  # whatever number of MTP layers the config has beside it
 
 _MAX_BYTES = 4 * 2**20
 # Neither this package nor (but for the activation and the MLP's bias) transformers computes anything else.
@@ -94,7 +95,7 @@ def parse_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
         if name not in hf:
             raise ConfigError(name, "missing")
     layers = integer_field("num_hidden_layers", hf["num_hidden_layers"])
-    csa, hca = _rates(hf)
+    (csa, hca), dspark = _rates(hf), _dspark(hf, layers)
     return (
         {name: hf[name] for name in _REQUIRED}
         | {name: hf.get(name, value) for name, value in _DEFAULTS.items()}
@@ -102,11 +103,44 @@ def parse_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
             "layer_types": _schedule(hf, layers, csa, hca),
             "csa_ratio": csa,
             "hca_ratio": hca,
-            "num_mtp_layers": hf.get("num_nextn_predict_layers", 1),
+            "num_mtp_layers": hf.get("num_nextn_predict_layers", 1) if dspark is None else 0,
+            "dspark": dspark,
             "num_hash_layers": _hash_layers(hf, layers),
             **_rope(hf),
         }
     )
+
+
+# DSpark's head: what must be there of it, and what other models' have that is not computed here.
+_DSPARK = ("block_size", "noise_token_id", "target_layer_ids", "markov_rank")
+_DSPARK_ONLY = {
+    "sample_from_anchor": True,
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": True,
+}
+
+
+def _dspark(hf: Mapping[str, Any], layers: int) -> dict[str, Any] | None:
+    """Returns the fields of `DSparkHead`; None: the checkpoint has no such head."""
+    if not any(hf.get(f"dspark_{name}") for name in _DSPARK):
+        return None
+    for name in _DSPARK:
+        if f"dspark_{name}" not in hf:
+            raise ConfigError(f"dspark_{name}", "missing, and DSpark's draft head needs it")
+    same = {"n_routed_experts", "num_experts_per_tok"}
+    only = _DSPARK_ONLY | {"draft_vocab_size": hf["vocab_size"]} | {f"dspark_{name}": hf[name] for name in same}
+    for name, value in only.items():
+        if name in hf and (type(hf[name]) is not type(value) or hf[name] != value):
+            raise ConfigError(name, f"only {value!r} is supported, got {brief(hf[name])}")
+    if "compress_ratios" in hf:  # the backbone's are checked with the schedule
+        entries = hf["compress_ratios"]
+        behind = list(entries[layers:]) if isinstance(entries, list | tuple) else []
+        if behind not in ([], [0] * DSPARK_STAGES):
+            problem = f"behind those of {layers} layers {DSPARK_STAGES} zeros stand, of DSpark's stages"
+            raise ConfigError("compress_ratios", f"{problem}, got {brief(behind)}")
+    fields = {name: hf[f"dspark_{name}"] for name in _DSPARK}
+    ids = fields["target_layer_ids"]
+    return fields | {"target_layer_ids": tuple(ids) if isinstance(ids, list) else ids}
 
 
 def _rates(hf: Mapping[str, Any]) -> tuple[int, int]:
@@ -239,14 +273,6 @@ def check_weight_blocks(hf: Mapping[str, Any]) -> None:
         raise ConfigError("quantization_config", f"weight_block_size must be [128, 128], got {brief(block)}")
 
 
-def check_drafts(hf: Mapping[str, Any]) -> None:
-    """Refuses the draft head of three stages (DSpark), whatever number of MTP layers the config has beside it."""
-    named = next((name for name in hf if name.startswith("dspark_") and hf[name]), None)
-    if named is not None:
-        problem = "the checkpoint's draft head has three stages (DSpark), and one MTP layer is all that drafts here"
-        raise ConfigError(named, f"{problem}: it runs without drafts")
-
-
 def hf_fields(fields: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """The `config.json` of fields as `parse_hf` gives them: transformers' `DeepseekV4Config` reads it as these."""
     same = (
@@ -264,13 +290,17 @@ def hf_fields(fields: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     compress: dict[str, Any] = main | {"rope_theta": fields["compress_rope_theta"]}
     if fields["yarn"] is not None:
         compress |= {"rope_type": "yarn", **fields["yarn"], "attention_factor": 1.0}
+    dspark = {f"dspark_{name}": value for name, value in (fields["dspark"] or {}).items()}
+    if dspark:
+        dspark["dspark_target_layer_ids"] = [*dspark["dspark_target_layer_ids"]]
     return {name: fields[name] for name in same} | {
         "architectures": ["DeepseekV4ForCausalLM"],
         "model_type": "deepseek_v4",
         "dtype": dtype,
         "num_hidden_layers": layers,
         "num_key_value_heads": 1,
-        "num_nextn_predict_layers": fields["num_mtp_layers"],
+        "num_nextn_predict_layers": DSPARK_STAGES if dspark else fields["num_mtp_layers"],
+        **dspark,
         "qk_rope_head_dim": rope_dim,
         "partial_rotary_factor": partial,
         "layer_types": [*fields["layer_types"]],

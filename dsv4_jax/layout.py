@@ -40,7 +40,8 @@ KeySplit = Literal["throughput", "latency", "context"]
 Scope = Literal["block", "slot", "table"]
 MAX_LEAVES = 24
 # The order of the leaves, and so of the parts of a stored record.
-_POOLS = ("swa", "csa", "hca", "index", "csa_state", "index_state", "hca_state", "residual")
+_POOLS = ("swa", "csa", "hca", "index", "csa_state", "index_state", "hca_state", "residual", "draft")
+_WINDOWS = ("swa", "draft")
 _MAX_UNITS = INT32_MAX - 1  # of a scope, the null unit not counted
 
 
@@ -135,7 +136,8 @@ class CacheLayout:
             (CSA and HCA: 128 for V4). Defaults to the smallest multiple of that lcm that is at least 128.
         draft_tokens: drafts a verify step may carry beside its first token.
         hca_state: "online" (softmax triple, 3 rows of head_dim per layer) or "raw" (ring of rows).
-        include_mtp: also hold what MTP layers keep: their windows, and the backbone's residual of the last token.
+        include_mtp: also hold what the layers that draft keep: an MTP layer's window and the backbone's residual of the
+            last token, or the windows of DSpark's stages.
         key_split: how finely attention kernels may cut a token's keys: for "throughput" (large batches) or for the
             "latency" of one or a few requests. "context" cuts them by their blocks, into the shares of eight ranks: a
             token's bits are then the same over 1, 2, 4 or 8 ranks of a pool axis. No array depends on it. It is a fact
@@ -279,12 +281,12 @@ class CacheLayout:
 
     @property
     def window_bytes_per_request(self) -> int:
-        return sum(leaf.unit_bytes for leaf in self.leaves if leaf.pool == "swa")
+        return sum(leaf.unit_bytes for leaf in self.leaves if leaf.pool in _WINDOWS)
 
     @property
     def state_bytes_per_request(self) -> int:
         """Compressor state of one slot (window not counted)."""
-        return sum(leaf.unit_bytes for leaf in self.leaves if leaf.scope == "slot" and leaf.pool != "swa")
+        return sum(leaf.unit_bytes for leaf in self.leaves if leaf.scope == "slot" and leaf.pool not in _WINDOWS)
 
     @property
     def bytes_per_slot(self) -> int:

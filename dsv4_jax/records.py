@@ -8,7 +8,8 @@ rows lie in their rings is no part of it, nor are the rows that drafts add, so s
 
 1. the last `sliding_window` window rows;
 2. of the compressors whose entries overlap (CSA), what the next entry pools of the tokens before it: the first halves
-   of kv and score of `overlap_rows` rows; and of MTP layers the residual of the last token;
+   of kv and score of `overlap_rows` rows; and of the layers that draft the residual of the last token (MTP), or the
+   last `sliding_window` rows of each stage (DSpark);
 3. what the unfinished entries have pooled: the whole rows of their tokens (CSA, raw HCA state), the triple of the
    last token (online HCA state).
 

@@ -3,7 +3,8 @@
 Rings of a slot are addressed by absolute position: row = position mod R. With `draft_tokens = n` a
 verify step writes 1 + n positions of which any prefix may be kept, so R >= needed history + n
 (docs/model.md, State): W + n for the window, 2 m + n for a CSA compressor of ratio m, r + n for the raw ring of an HCA
-compressor of ratio r, 2 + n for the residual that an MTP layer takes of the token before. The online state of an HCA
+compressor of ratio r, 2 + n for the residual that an MTP layer takes of the token before. (The stages of DSpark, whose
+block sees the W tokens before it, have no query among these tokens, and W + n suffices.) The online state of an HCA
 compressor keeps n + 2 banks (without drafts one), so that the state before the step survives every rejection.
 """
 
@@ -61,7 +62,7 @@ class LayerCacheSchema:
         overlap_rows: tokens before an entry's own that it also pools (CSA: its ratio).
         selected_entries: how many entries a token attends to at most (CSA); 0: to all it may see.
         swa_window_size: tokens of the sliding window, the token itself included.
-        window: the ring of the window's rows.
+        window: the ring of the window's rows; of DSpark's stages in a pool of their own.
         first_position: of the tokens whose rows the window shows: 1 in MTP layers (docs/model.md, MTP), else 0.
         entries, index_keys: the owner's entries and index keys; None: it has none.
         entry_state, index_state: what the compressors that write these keep of a request; None: none, or another
@@ -133,7 +134,7 @@ def build_schema(
         LayoutError: the model has no such layer; or as `CacheLayout`.
     """
     index, kind = layer.layer_idx, layer.attn
-    kinds = cfg.layer_types + (AttentionType.SWA,) * cfg.num_mtp_layers
+    kinds = cfg.layer_types + (AttentionType.SWA,) * cfg.num_draft_layers
     if not 0 <= index < len(kinds) or kinds[index] is not kind:
         raise LayoutError(f"layer {index} of kind {kind.name} is none of this model's {len(kinds)}")
     tokens = checked_block_tokens(block_tokens, cfg)
@@ -142,11 +143,14 @@ def build_schema(
         raise LayoutError(f"hca_state must be 'online' or 'raw', got {shown(hca_state)}")
     ratio, ordinal = cfg.ratio(kind), kinds[:index].count(kind)
     csa = kind is AttentionType.CSA
-    pools = {"window": PoolSchema("swa", "slot", "kv", cfg.head_dim, cfg.sliding_window + drafts, index)}
-    is_mtp = index >= cfg.num_layers
+    beyond = index - cfg.num_layers
+    is_stage = beyond >= 0 and cfg.dspark is not None
+    place = ("draft", beyond) if is_stage else ("swa", index)
+    pools = {"window": PoolSchema(place[0], "slot", "kv", cfg.head_dim, cfg.sliding_window + drafts, place[1])}
+    is_mtp = beyond >= 0 and not is_stage
     if is_mtp:
         width = cfg.hc_mult * cfg.hidden_size
-        pools["residual"] = PoolSchema("residual", "slot", "state", width, 2 + drafts, index - cfg.num_layers)
+        pools["residual"] = PoolSchema("residual", "slot", "state", width, 2 + drafts, beyond)
     if ratio:
         name, entries = kind.name.lower(), tokens // ratio
         pools["entries"] = PoolSchema(name, "block", "kv", cfg.head_dim, entries, ordinal)

@@ -18,7 +18,7 @@ from typing import Any
 
 from jax import export
 
-from .config import AttentionType, DSV4Config, YarnScaling
+from .config import AttentionType, DSparkHead, DSV4Config, YarnScaling
 from .errors import LayoutError
 from .layout import CacheLayout
 from .ops.columns import Columns, Product
@@ -55,6 +55,8 @@ def layout_from_json(text: str) -> CacheLayout:
         cfg = facts["cfg"]
         cfg["layer_types"] = tuple(map(AttentionType, cfg["layer_types"]))
         cfg["yarn"] = None if cfg["yarn"] is None else YarnScaling(**cfg["yarn"])
+        if (dspark := cfg.get("dspark")) is not None:
+            cfg["dspark"] = DSparkHead(**dspark | {"target_layer_ids": tuple(dspark["target_layer_ids"])})
         layout = CacheLayout(DSV4Config(**cfg), **facts["options"])
         fingerprint = facts["fingerprint"]
     except (KeyError, TypeError, ValueError, RecursionError) as error:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dsv4_jax import CacheLayout, rope_frequencies
-from dsv4_jax.config import AttentionType, DSV4Config, YarnScaling, build_schedule
+from dsv4_jax.config import AttentionType, DSparkHead, DSV4Config, YarnScaling, build_schedule
 from dsv4_jax.cuda.widths import INDEX_ROWS, KV_ROW, WIDTHS, unsupported_rows
 from dsv4_jax.errors import ConfigError
 
@@ -121,6 +121,56 @@ def test_ratios_of_trailing_layers_are_ignored(trailing: int) -> None:
     """The 0731 checkpoint lists 46 ratios for 43 backbone layers."""
     ratios = [0, 0] + [4, 128] * 20 + [4] + [0] * trailing
     assert DSV4Config.from_hf(flash_json(compress_ratios=ratios)) == DSV4Config.flash()
+
+
+DSPARK = {
+    "dspark_block_size": 5,
+    "dspark_noise_token_id": 128799,
+    "dspark_target_layer_ids": [40, 41, 42],
+    "dspark_markov_rank": 256,
+}
+
+
+@pytest.mark.parametrize("mtp_layers", [1, 3])
+@pytest.mark.parametrize("behind", [[], [0, 0, 0]])
+def test_dspark_is_recognised_by_its_own_fields(mtp_layers: int, behind: list[int]) -> None:
+    """Whatever number of MTP layers stands beside them."""
+    ratios = [0, 0] + [4, 128] * 20 + [4] + behind
+    given = flash_json(num_nextn_predict_layers=mtp_layers, compress_ratios=ratios, **DSPARK)
+    cfg = DSV4Config.from_hf(given)
+    assert cfg.dspark == DSparkHead(5, 128799, (40, 41, 42), 256) and (cfg.num_mtp_layers, cfg.num_draft_layers) == (
+        0,
+        3,
+    )
+    schedule = build_schedule(cfg, include_mtp=True)
+    assert [(spec.layer_idx, spec.attn, spec.is_mtp) for spec in schedule[43:]] == [
+        (i, SWA, True) for i in (43, 44, 45)
+    ]
+    assert DSV4Config.from_hf(cfg.to_hf("bfloat16")) == cfg
+    assert cfg.to_hf("bfloat16")["num_nextn_predict_layers"] == 3
+    assert DSV4Config.from_hf(flash_json()).num_draft_layers == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [({name: value}, name) for name in DSPARK for value in (None, "x", -1)]
+    + [
+        ({"dspark_target_layer_ids": [42, 41, 40]}, "dspark_target_layer_ids"),
+        ({"dspark_target_layer_ids": [41, 42, 43]}, "dspark_target_layer_ids"),
+        ({"dspark_target_layer_ids": []}, "dspark_target_layer_ids"),
+        ({"dspark_noise_token_id": 129280}, "dspark_noise_token_id"),
+        ({"dspark_n_routed_experts": 128}, "dspark_n_routed_experts"),
+        ({"dspark_num_experts_per_tok": 3}, "dspark_num_experts_per_tok"),
+        ({"markov_head_type": "gated"}, "markov_head_type"),
+        ({"sample_from_anchor": False}, "sample_from_anchor"),
+        ({"draft_vocab_size": 32000}, "draft_vocab_size"),
+        ({"compress_ratios": [0, 0] + [4, 128] * 20 + [4, 0]}, "compress_ratios"),
+    ],
+)
+def test_a_dspark_head_that_is_no_whole_one_is_named(changes: dict[str, Any], field: str) -> None:
+    fields = {"compress_ratios": [0, 0] + [4, 128] * 20 + [4]} | DSPARK | changes
+    with pytest.raises(ConfigError, match=field):
+        DSV4Config.from_hf(flash_json(**fields))
 
 
 def test_layer_types_win_over_ratios() -> None:

@@ -14,14 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv4_jax.cache import init_cache
-from dsv4_jax.config import AttentionType, DSV4Config, LayerSpec, build_schedule
+from dsv4_jax.config import AttentionType, DSparkHead, DSV4Config, LayerSpec, build_schedule
 from dsv4_jax.errors import LayoutError
 from dsv4_jax.formats import INDEX_FORMATS, KV_FORMATS
 from dsv4_jax.layout import MAX_LEAVES, CacheLayout, CacheSize
 from dsv4_jax.manager import KVCacheManager
 from dsv4_jax.ops.append import ring_row
-from dsv4_jax.records import record_format
+from dsv4_jax.records import record_format, snapshot_record
 from dsv4_jax.schema import build_schema
+from dsv4_jax.serialization import layout_from_json, layout_to_json
 
 SWA, CSA, HCA = AttentionType.SWA, AttentionType.CSA, AttentionType.HCA
 MODELS = {"flash": DSV4Config.flash(), "pro": DSV4Config.pro()}
@@ -92,6 +93,23 @@ def test_mtp_keeps_a_residual_of_four_streams_a_token() -> None:
         layouts = [CacheLayout(MODELS["flash"], draft_tokens=drafts, include_mtp=mtp) for mtp in (False, True)]
         sizes = [layout.bytes_per_slot for layout in layouts]
         assert sizes[1] - sizes[0] == (128 + drafts) * 584 + (2 + drafts) * 4 * 4096 * 4
+
+
+@pytest.mark.parametrize(("model", "snapshot"), [("flash", 3_868_672), ("pro", 5_398_528)])
+def test_stages_keep_windows_in_a_piece_of_their_own(model: str, snapshot: int) -> None:
+    """Behind what a record holds without them, so that the one begins as the other does."""
+    head = DSparkHead(5, 128799, tuple(range(MODELS[model].num_layers))[-3:], 256)
+    cfg = dataclasses.replace(MODELS[model], num_mtp_layers=0, dspark=head)
+    without, layout = (CacheLayout(cfg, draft_tokens=5, include_mtp=mtp) for mtp in (False, True))
+    assert layout.bytes_per_slot - without.bytes_per_slot == 3 * (128 + 5) * 584 == 233_016
+    assert layout.window_bytes_per_request - without.window_bytes_per_request == 233_016
+    bare, full = snapshot_record(without), snapshot_record(layout)
+    assert (full.bytes, full.bytes - bare.bytes) == (snapshot, 224_256)
+    assert full.descriptors[: len(bare.descriptors)] == bare.descriptors
+    assert {piece.leaf.pool for piece in full.pieces[len(bare.pieces) :]} == {"draft"}
+    assert layout.snapshot_fingerprint != without.snapshot_fingerprint
+    assert layout.block_fingerprint == without.block_fingerprint
+    assert layout_from_json(layout_to_json(layout)) == layout
 
 
 def test_window_megabytes_as_published() -> None:

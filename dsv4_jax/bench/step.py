@@ -275,7 +275,7 @@ def random_cache(layout: CacheLayout, size: CacheSize, key: jax.Array) -> KVCach
     """Makes a cache full of valid rows, with a block table that scatters every request over the pool."""
     cache = init_cache(layout, size)
     arrays = dict(cache.arrays)
-    rows = {"index": layout.index_row} | dict.fromkeys(("swa", "csa", "hca"), layout.kv_row)
+    rows = {"index": layout.index_row} | dict.fromkeys(("swa", "csa", "hca", "draft"), layout.kv_row)
     holds = {f"{pool}.{part.name}": part.holds for pool, fmt in rows.items() for part in fmt.parts}
     for i, leaf in enumerate(layout.leaves):
         if leaf.scope != "table":

@@ -9,7 +9,7 @@ from typing import Any
 from ..capacity import device_limit, plan_host_capacity
 from ..config import DSV4Config
 from ..errors import OptionError
-from ..hf_config import check_drafts, read_hf
+from ..hf_config import read_hf
 from ..manager import CachePolicy, SnapshotPlacement
 from ..text import Tokenizer, stop_tokens_of
 from .answers import Answer, AnswerPrinter
@@ -109,9 +109,6 @@ def run(args: argparse.Namespace) -> int:
     with naming("--checkpoint"):
         hf = read_hf(args.checkpoint)
         cfg = DSV4Config.from_hf(hf)
-    with naming("--drafts"):
-        if mtp:
-            check_drafts(hf)
     prompts, tokenizer = _prompts(args, cfg)
     layout = layout_from(args, cfg, include_mtp=mtp)
     start_jax()
@@ -252,6 +249,8 @@ def _options(args: argparse.Namespace, cfg: DSV4Config, prompts: list[Prompt], s
     from ..model import Sampling
 
     drafts = args.draft_tokens
+    if drafts and cfg.dspark is not None:
+        raise OptionError("--drafts: the checkpoint's draft head has three stages (DSpark): it runs without drafts")
     if drafts and cfg.num_mtp_layers != 1:
         raise OptionError(f"--drafts: one MTP layer drafts, the checkpoint has {cfg.num_mtp_layers}")
     if drafts and (args.chunk or _MAX_CHUNK) <= drafts:

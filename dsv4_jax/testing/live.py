@@ -39,10 +39,11 @@ def live_bytes(cache: KVCache, held: Held, *, window: int | None = None) -> Live
 
     Rows are in the order of positions (or entries), so that two requests with the same tokens have the same view,
     whichever slots and blocks hold them. Window: the last `window` positions (by default `sliding_window` - 1, what
-    the next token sees beside itself). Entries and index keys: all completed ones. CSA state: the tokens of the
-    unfinished entry and the `overlap_rows` before them, of which the next entry takes the first halves of kv and score:
-    the others are zeros here. HCA state: the tokens of the unfinished entry (raw) or their softmax triple (online).
-    Residual of MTP layers: that of the last token. A pool without rows yet has no parts, or empty ones.
+    the next token sees beside itself; of DSpark's stages one more, for all of a block is beside them). Entries and
+    index keys: all completed ones. CSA state: the tokens of the unfinished entry and the `overlap_rows` before them, of
+    which the next entry takes the first halves of kv and score: the others are zeros here. HCA state: the tokens of the
+    unfinished entry (raw) or their softmax triple (online). Residual of MTP layers: that of the last token. A pool
+    without rows yet has no parts, or empty ones.
     """
     layout, length = cache.layout, held.length
     schemas = {pool.pool: schema for schema in layout.schemas for pool in schema.pools}
@@ -57,7 +58,8 @@ def live_bytes(cache: KVCache, held: Held, *, window: int | None = None) -> Live
             rows = data[:, block, entry % leaf.rows]
         else:
             if leaf.pool == schema.window.pool:
-                first = max(length - (schema.swa_window_size - 1 if window is None else window), 0)
+                seen = schema.swa_window_size - (leaf.pool != "draft")
+                first = max(length - (seen if window is None else window), 0)
             elif schema.residual is not None:
                 first = max(length - 1, 0)
             else:

@@ -356,12 +356,9 @@ def test_checkpoints_that_do_not_run_are_named(capsys, tmp_path, monkeypatch):
     released.write(tmp_path, released.tensors() | {"mtp.0.head.weight": ("BF16", np.ones((4, 128), np.uint16))})
     refused(capsys, [*argv, "--drafts", "1"], "--checkpoint: ", "of its own (mtp.0.head.weight)", "without drafts")
     fields = json.loads((tmp_path / "config.json").read_text())
-    for stages in (1, 3):
-        fields |= {"dspark_block_size": 5, "num_nextn_predict_layers": stages}
-        (tmp_path / "config.json").write_text(json.dumps(fields))
-        refused(
-            capsys, [*argv, "--drafts", "1"], "--drafts: config field 'dspark_block_size': ", "three stages (DSpark)"
-        )
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"dspark_block_size": 5}))
+    refused(capsys, argv, "--checkpoint: config field 'dspark_noise_token_id'", "missing")
+    (tmp_path / "config.json").write_text(json.dumps(fields))
     with pytest.raises(pytest.fail.Exception, match="computed"):
         main(argv)
 

@@ -70,7 +70,7 @@ def tensors(cfg: DSV4Config = CFG, seed: int = 0) -> dict[str, Tensor]:
         out[f"{at}hc_head_fn"] = "F32", rng.normal(0, 0.1, (streams, streams * hidden)).astype(np.float32)
 
     layers = [(f"layers.{i}", attn, i < cfg.num_hash_layers) for i, attn in enumerate(cfg.layer_types)]
-    for at, attn, hashed in [*layers, *((f"mtp.{i}", SWA, False) for i in range(cfg.num_mtp_layers))]:
+    for at, attn, hashed in [*layers, *((f"mtp.{i}", SWA, False) for i in range(cfg.num_draft_layers))]:
         for site in ("attn", "ffn"):
             norm(f"{at}.{site}_norm", hidden)
             weights = (2 + streams) * streams
@@ -113,6 +113,14 @@ def tensors(cfg: DSV4Config = CFG, seed: int = 0) -> dict[str, Tensor]:
         for name in ("e_proj", "h_proj"):
             fp8(f"mtp.{i}.{name}", hidden, hidden)
         head(f"mtp.{i}.")
+    if cfg.dspark is not None:
+        targets, rank = len(cfg.dspark.target_layer_ids), cfg.dspark.markov_rank
+        fp8("mtp.0.main_proj", hidden, targets * hidden)
+        norm("mtp.0.main_norm", hidden)
+        head("mtp.2.")
+        for table in ("markov_w1", "markov_w2"):
+            plain(f"mtp.2.markov_head.{table}.weight", cfg.vocab_size, rank)
+        plain("mtp.2.confidence_head.proj.weight", 1, hidden + rank)
     return out
 
 

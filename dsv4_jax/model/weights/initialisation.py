@@ -47,7 +47,7 @@ def init_params(
         weights: as in `param_specs`. "released": what the formats' codecs `draw`, of unit gain too; drawn where they
             stay, one matrix at a time.
         packed: in the form to decode with, what `pack_layers(stack_projections(params))` makes of them.
-        mtp: with an MTP layer; the other parameters are what they are without.
+        mtp: with the layers that draft; the other parameters are what they are without.
         mesh: over its devices as by `shard_params`, and packed; released weights are the same on any mesh.
         progress: called with the bytes made and the bytes in all, after every piece.
 

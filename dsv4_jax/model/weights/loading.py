@@ -2,8 +2,8 @@
 
 Two spellings of tensor names are read: that of the published checkpoints, which `transformers`
 >= 5.10 also writes, and that of the `transformers` modules. FP8 matrices with scales per 128 x 128
-block and FP4 matrices with scales per row and 32 columns are kept as they are, or dequantised. The MTP
-layer (`mtp.0.*`) is read if it is asked for, else skipped.
+block and FP4 matrices with scales per row and 32 columns are kept as they are, or dequantised. The layers
+that draft (`mtp.0.*`; of DSpark three) are read if they are asked for, else skipped.
 
 A checkpoint is not trusted: every file, name, shape, dtype and scale is checked against the config
 before the first parameter is made, and no text in it names a file outside its directory. A file in the
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from ...config import DSV4Config
-from ...hf_config import check_drafts, check_weight_blocks, read_hf
+from ...hf_config import check_weight_blocks, read_hf
 from .deferred import Progress, make
 from .names import address
 from .packing import pack_layers
@@ -53,7 +53,7 @@ def load_hf(
             that of all matrices, whatever the checkpoint stores: float32 for the reference, bfloat16 to compute as
             fast as plain arrays allow.
         packed: in the form to decode with, what `pack_layers(stack_projections(params))` makes, without their copies.
-        mtp: with the MTP layer, which drafts (`generate(drafts=)`).
+        mtp: with the layers that draft (`generate(drafts=)`): the MTP layer, or the stages of DSpark.
         mesh: over its devices as by `shard_params`, and packed: each is given its own part, and no more.
         progress: called with the bytes made and the bytes in all, after every tensor.
 
@@ -68,8 +68,6 @@ def load_hf(
     hf = read_hf(path)
     cfg = DSV4Config.from_hf(hf)
     check_weight_blocks(hf)
-    if mtp:
-        check_drafts(hf)
     specs = param_specs(cfg, weights, mtp=mtp)
     source = Source(open_tensors(path), cfg, mtp=mtp, released=isinstance(weights, str) and weights == RELEASED)
     params = jax.tree_util.tree_map_with_path(

@@ -56,7 +56,7 @@ for _ours, _module in (("attn", "self_attn"), ("attn.indexer", "self_attn.compre
     ):
         _LAYER_NAMES[f"{_ours}.compressor.{_part}"] = (f"{_module}.{_theirs}", f"{_ours}.compressor.{_published}")
 
-# Of the MTP layer, beside those of any layer.
+# Of the layers that draft, beside those of any layer: the MTP layer's, then those of DSpark's stages.
 _MTP_NAMES = _LAYER_NAMES | {
     "enorm": ("enorm.weight",),
     "hnorm": ("hnorm.weight",),
@@ -66,6 +66,11 @@ _MTP_NAMES = _LAYER_NAMES | {
     "hc_head.fn": ("hc_head_fn",),
     "hc_head.base": ("hc_head_base",),
     "hc_head.scale": ("hc_head_scale",),
+    "main_proj": ("main_proj.weight",),
+    "main_norm": ("main_norm.weight",),
+    "markov.w1": ("markov_head.markov_w1.weight",),
+    "markov.w2": ("markov_head.markov_w2.weight",),
+    "confidence": ("confidence_head.proj.weight",),
 }
 
 # What an MTP layer has in some checkpoints, and shares with the model here.

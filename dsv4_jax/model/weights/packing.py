@@ -78,8 +78,8 @@ jax.tree_util.register_dataclass(PackedLayers, data_fields=["arrays"], meta_fiel
 def pack_layers(params: Params) -> Params:
     """Returns the same parameters with those of all layers in a few arrays (a copy): what to decode with.
 
-    The MTP layer has arrays of its own. Pack what `stack_projections` returns. `save_hf` takes the parameters as they
-    were.
+    Layers that draft have arrays of their own. Pack what `stack_projections` returns. `save_hf` takes the parameters as
+    they were.
     """
     return params | {name: _packed(params[name]) for name in ("layers", MTP) if name in params}
 

@@ -1,6 +1,7 @@
 """The weights: a pytree of plain dicts, named as in the published checkpoints, one dict per layer.
 
-Matrices are stored [out, in], as checkpoints do. The MTP layer is there where it was asked for: "mtp", a tuple of one.
+Matrices are stored [out, in], as checkpoints do. The layers that draft are there where they were asked for: "mtp",
+a tuple of the MTP layer, or of the stages of DSpark.
 """
 
 from __future__ import annotations
@@ -34,18 +35,19 @@ def param_specs(cfg: DSV4Config, weights: Weights = jnp.float32, *, mtp: bool = 
             matrices of attention and shared experts, fp4 experts (gates and ups in one, eight rows of each in turn,
             as `ops.moe` takes them), and bfloat16 for embedding, head, compressors, index weights and gate. Norms,
             sinks, biases and hyper-connections are float32 always.
-        mtp: with those of the MTP layer, whose projections are stored as those of attention are.
+        mtp: with those of the layers that draft, whose projections (of DSpark `main_proj`) are stored as those of
+            attention are, and DSpark's table of pairs of tokens as the embedding is.
 
     Raises:
         ShapeError: a matrix has a size that its released format does not have.
         ConfigError: `weights` is something else; the released formats go with another way of scoring experts; `mtp` is
-            no bool, or asks for the MTP layer of a model that has not one; or `cfg` is none.
+            no bool, or the model has neither DSpark's stages nor one MTP layer; or `cfg` is none.
     """
     if not isinstance(cfg, DSV4Config):
         raise ConfigError(None, f"the parameters of a model are those of a DSV4Config, got {shown(cfg)}")
     if not isinstance(mtp, bool):
         raise ConfigError("mtp", f"expected True or False, got {shown(mtp)}")
-    if mtp and cfg.num_mtp_layers != 1:
+    if mtp and cfg.dspark is None and cfg.num_mtp_layers != 1:
         raise ConfigError("num_mtp_layers", f"a model drafts with one MTP layer, this one has {cfg.num_mtp_layers}")
     released = isinstance(weights, str) and weights == RELEASED
     if not released and not _is_float(weights):
@@ -147,13 +149,25 @@ def param_specs(cfg: DSV4Config, weights: Weights = jnp.float32, *, mtp: bool = 
         of_input |= {name: dense(name, hidden, hidden) for name in ("e_proj", "h_proj")}
         return layer(spec) | of_input | before_head()
 
+    def stage(spec: LayerSpec) -> Params:
+        p, head = layer(spec), cfg.dspark
+        assert head is not None
+        if spec.layer_idx == cfg.num_layers:
+            p |= {"main_proj": dense("main_proj", hidden, len(head.target_layer_ids) * hidden)}
+            p |= {"main_norm": vector(hidden)}
+        if spec.layer_idx == cfg.num_layers + head.stages - 1:
+            p |= before_head() | {"confidence": matrix(1, hidden + head.markov_rank)}
+            p["markov"] = {name: matrix(cfg.vocab_size, head.markov_rank) for name in ("w1", "w2")}
+        return p
+
     schedule = build_schedule(cfg, include_mtp=mtp)
     tree = before_head() | {
         "embed": matrix(cfg.vocab_size, hidden),
         "layers": tuple(layer(spec) for spec in schedule if not spec.is_mtp),
     }
     if mtp:
-        tree[MTP] = tuple(mtp_layer(spec) for spec in schedule if spec.is_mtp)
+        of = mtp_layer if cfg.dspark is None else stage
+        tree[MTP] = tuple(of(spec) for spec in schedule if spec.is_mtp)
     return tree if cfg.tie_word_embeddings else tree | {"head": matrix(cfg.vocab_size, hidden)}
 
 
@@ -183,10 +197,13 @@ def check_expert_ids(name: str, table: np.ndarray, cfg: DSV4Config) -> None:
 
 
 def has_mtp(params: Params) -> bool:
-    """Whether the MTP layer is among the parameters."""
-    return len(params.get(MTP, ())) == 1
+    """Whether the layers that draft are among the parameters."""
+    return len(params.get(MTP, ())) > 0
 
 
 def weight_bytes(cfg: DSV4Config, weights: Weights = RELEASED, *, mtp: bool = False) -> int:
-    """Returns the parameters' bytes on devices, with `mtp` the MTP layer's too. Raises as `param_specs`."""
+    """Returns the parameters' bytes on devices, with `mtp` those of the layers that draft too.
+
+    Raises as `param_specs`.
+    """
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(param_specs(cfg, weights, mtp=mtp)))

@@ -45,7 +45,7 @@ def shard_params(cfg: DSV4Config, params: Params, mesh: Mesh, *, progress: Progr
     Raises:
         LayoutError: as `split_over`.
         ShapeError: the parameters are stacked or packed, or not those of this model; or as `stack_projections`.
-        ConfigError: there is an MTP layer, of which the config does not know.
+        ConfigError: there are layers that draft, of which the config does not know.
     """
     split, devices = split_over(cfg, mesh), list(_devices(mesh))
     _check_params(cfg, params)
@@ -100,7 +100,7 @@ def device_specs(cfg: DSV4Config, weights: Weights = RELEASED, split: Split = AL
 
 
 def device_bytes(cfg: DSV4Config, weights: Weights = RELEASED, split: Split = ALONE, *, mtp: bool = False) -> int:
-    """Returns the bytes that the parameters take on each device of a split, with `mtp` those of the MTP layer too.
+    """Returns the bytes that the parameters take on each device of a split, with `mtp` those of layers that draft too.
 
     Raises as `device_specs`.
     """

@@ -45,12 +45,13 @@ _E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 def save_hf(cfg: DSV4Config, params: Params, path: str | pathlib.Path) -> None:
     """Writes `config.json` and `model.safetensors`.
 
-    Plain parameters get the names that `transformers` reads too, the MTP layer's (which it ignores) the published ones.
+    Plain parameters get the names that `transformers` reads too, those of layers that
+    draft (which it ignores) the published ones.
     Quantised ones (`weights="released"`) are written with
     the published names and in the published formats, one tensor at a time; what is not quantised keeps its dtype.
 
     Raises:
-        ConfigError: they have an MTP layer, and `cfg` has not one.
+        ConfigError: they have layers that draft, and `cfg` has none.
         CheckpointError: `params` are packed or stacked, or not those of `cfg`, or Hugging Face's fields cannot say
             `cfg`; names the parameter or field. Nothing is written.
         FileError: the directory cannot be made, or a file not be written. Each is written beside its place and then

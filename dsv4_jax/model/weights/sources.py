@@ -72,7 +72,7 @@ class Source:
     """The tensors of a checkpoint by name, and which of them were asked for.
 
     Args:
-        mtp: whether the MTP layer's are to be; else they are skipped.
+        mtp: whether those of the layers that draft are to be; else they are skipped.
         released: whether matrices are to stay as they are stored.
 
     Raises:
@@ -98,12 +98,12 @@ class Source:
             self._check_drafts()
 
     def _check_drafts(self) -> None:
-        """Refuses heads that are not the MTP layer of `param_specs`."""
+        """Refuses heads that are not the layers of `param_specs`."""
         stages = {int(found[1]) for name in self.tensors if (found := re.match(rf"{MTP}\.([0-9]{{1,9}})\.", name))}
-        if len(stages) > 1:
+        if len(stages) > 1 and self.cfg.dspark is None:
             raise CheckpointError(
-                f"the checkpoint's draft head has {len(stages)} stages (DSpark), and one MTP layer is all that drafts "
-                "here: it runs without drafts"
+                f"the checkpoint's draft head has {len(stages)} stages, as DSpark's has, of which its config says "
+                "nothing (dspark_*): it runs without drafts"
             )
         own = next((name for name in OWN_MTP_TABLES if name in self.tensors), None)
         if own is not None:
@@ -113,12 +113,17 @@ class Source:
             )
 
     def _is_skipped(self, name: str) -> bool:
-        """Whether a tensor is of an MTP layer, or of a head that the config replaces by the embedding."""
+        """Whether a tensor is of a layer that drafts, or of a head that the config replaces by the embedding.
+
+        A stage's second bias of its gate is for images, which are not drafted.
+        """
         layer = re.match(r"layers\.([0-9]{1,9})\.", name)
         beyond = int(layer[1]) - self.cfg.num_layers if layer else -1
         is_head = self.cfg.tie_word_embeddings and name in names_of("", "head")
-        skipped = not self.mtp and name.startswith(f"{MTP}.")
-        return skipped or 0 <= beyond < self.cfg.num_mtp_layers or is_head
+        drafting = name.startswith(f"{MTP}.")
+        of_images = drafting and self.cfg.dspark is not None and name.endswith(".ffn.gate.bias_vl")
+        skipped = of_images or (drafting and not self.mtp)
+        return skipped or 0 <= beyond < self.cfg.num_draft_layers or is_head
 
     def find(self, prefix: str, name: str, spec: Any) -> Any:
         """A parameter that is read when it is made: its tensors are checked against its shape and dtype already."""

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax import CacheLayout, DSV4Config, ffi, init_cache, model
+from dsv4_jax.config import DSparkHead
 from dsv4_jax.errors import CheckpointError, ConfigError, ShapeError
 from dsv4_jax.layout import CacheSize
 from dsv4_jax.manager.planning import build_plan
@@ -242,12 +243,8 @@ OTHERS = {
         {},
         r"routed experts are FP8 \(e4m3, a scale per 128 x 128\).*released.*FP4.*bfloat16 or float32",
     ),
-    "dspark": (
-        {"dspark_block_size": 5, "dspark_target_layer_ids": [1, 2], "num_nextn_predict_layers": 3},
-        STAGES,
-        "config field 'dspark_block_size': .*DSpark.*one MTP layer.*without drafts",
-    ),
-    "stages": ({}, STAGES, r"draft head has 3 stages \(DSpark\).*one MTP layer.*without drafts"),
+    "several": ({"num_nextn_predict_layers": 3}, STAGES, "'num_mtp_layers': a model drafts with one MTP layer"),
+    "stages": ({}, STAGES, r"draft head has 3 stages.*config says nothing \(dspark_\*\).*without drafts"),
     "embedding": (
         {},
         {"mtp.0.emb.tok_emb.weight": ("BF16", np.ones((4, 128), np.uint16))},
@@ -281,7 +278,86 @@ def test_other_checkpoints_are_named_before_weights_are_read(tmp_path, monkeypat
         plain["experts"]["layers"][2]["ffn"]["experts"]["gate_up"][3, :128], want[f"{W1}.weight"]
     )
     for case in ("stages", "embedding"):
-        assert_same(plain[case], plain["dspark"])
+        assert_same(plain[case], plain["several"])
+
+
+# DSpark: three stages, of which the first and the last have more.
+SPARKS = dataclasses.replace(CFG, num_mtp_layers=0, dspark=DSparkHead(4, 7, (0, 2), 32))
+OF_STAGES = released.tensors(SPARKS)
+
+
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory) -> pathlib.Path:
+    path = tmp_path_factory.mktemp("stages")
+    released.write(path, OF_STAGES, SPARKS)
+    return path
+
+
+def test_stages_keep_what_was_written(stages, tmp_path) -> None:
+    """In every form; the bits of the file, there and back; and skipped where they are not asked for."""
+    cfg, params = model.load_hf(stages, weights="released", mtp=True)
+    assert cfg == SPARKS and len(params["mtp"]) == 3
+    assert sum(x.nbytes for x in jax.tree.leaves(params)) == model.weight_bytes(cfg, mtp=True)
+    want, (first, _, last) = released.dequantised(OF_STAGES), dequantised(params)["mtp"]
+    np.testing.assert_array_equal(first["main_proj"], want["mtp.0.main_proj.weight"])
+    np.testing.assert_array_equal(first["main_norm"], want["mtp.0.main_norm.weight"])
+    np.testing.assert_array_equal(last["markov"]["w2"], want["mtp.2.markov_head.markov_w2.weight"])
+    np.testing.assert_array_equal(last["confidence"], want["mtp.2.confidence_head.proj.weight"])
+    np.testing.assert_array_equal(last["hc_head"]["fn"], want["mtp.2.hc_head_fn"])
+    assert first["main_proj"].shape == (128, 256) and params["mtp"][0]["main_proj"].format.name == "fp8"
+    assert_same(model.load_hf(stages, mtp=True)[1], dequantised(params))
+    packed = model.pack_layers(model.stack_projections(params))
+    assert_same(model.load_hf(stages, weights="released", mtp=True, packed=True)[1], packed)
+    total = sum(x.nbytes for x in jax.tree.leaves(packed))
+    assert total == model.device_bytes(cfg, mtp=True)
+    backbone = {name: x for name, x in params.items() if name != "mtp"}
+    assert_same(model.load_hf(stages, weights="released")[1], backbone)
+    model.save_hf(cfg, params, tmp_path)
+    found = released.read(tmp_path)
+    assert set(found) == set(OF_STAGES)
+    for name in OF_STAGES:
+        if "norm" not in name:
+            np.testing.assert_array_equal(found[name][1], OF_STAGES[name][1])
+    again, loaded = model.load_hf(tmp_path, weights="released", mtp=True)
+    assert again == cfg
+    assert_same(loaded, params)
+    drawn = (model.init_params(cfg, 3, "released", mtp=mtp) for mtp in (True, False))
+    with_stages, without = drawn
+    assert jax.tree.structure(with_stages) == jax.tree.structure(params)
+    assert_same({name: x for name, x in with_stages.items() if name != "mtp"}, without)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"mtp.0.main_proj.scale": None}, "mtp.0.main_proj.weight is e4m3 but has no"),
+        ({"mtp.0.main_norm.weight": None}, "missing tensor mtp.0.main_norm.weight$"),
+        ({"mtp.1.ffn.shared_experts.w2.weight": None}, r"missing tensor mtp.1.*\(or ffn.shared_experts.w2.weight\)"),
+        ({"mtp.2.confidence_head.proj.weight": ("BF16", np.ones((1, 128), np.uint16))}, r"expected \(1, 160\)"),
+        ({"mtp.0.e_proj.weight": ("BF16", np.ones((1, 1), np.uint16))}, "not part of the model, such as mtp.0.e_proj"),
+        ({"mtp.3.attn_norm.weight": ("F32", np.ones(128, np.float32))}, "not part of the model, such as mtp.3.attn_n"),
+    ],
+)
+def test_hostile_stages(tmp_path, changes, problem) -> None:
+    released.write(tmp_path, {name: x for name, x in (OF_STAGES | changes).items() if x is not None}, SPARKS)
+    with pytest.raises(CheckpointError, match=problem):
+        model.load_hf(tmp_path, weights="released", mtp=True)
+
+
+def test_a_bias_of_images_is_not_read(stages, tmp_path) -> None:
+    more = {"mtp.1.ffn.gate.bias_vl": ("F32", np.ones(4, np.float32))}
+    released.write(tmp_path, OF_STAGES | more, SPARKS)
+    assert_same(*(model.load_hf(path, weights="released", mtp=True)[1] for path in (stages, tmp_path)))
+
+
+def test_bytes_of_the_published_stages() -> None:
+    """Gigabytes beside the backbone's, as the shapes of their files have them."""
+    for name, ids, rank, wide in (("flash", (40, 41, 42), 256, 10.86), ("pro", (58, 59, 60), 512, 41.98)):
+        cfg = dataclasses.replace(
+            getattr(DSV4Config, name)(), num_mtp_layers=0, dspark=DSparkHead(5, 128799, ids, rank)
+        )
+        more = model.weight_bytes(cfg, mtp=True) - model.weight_bytes(cfg)
+        assert round(more / 1e9, 2) == pytest.approx(wide, abs=0.011)
 
 
 def test_codes_that_are_nan(tmp_path) -> None:
