@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
+import operator
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 import jax
@@ -16,7 +18,7 @@ from .config import LayerSpec
 from .errors import LayoutError, ShapeError, StepError
 from .formats import RowFormat
 from .layout import CacheLayout
-from .ops.append import AppendArguments, Rows, WindowView, exists, pin, store, window_rows, window_view
+from .ops.append import AppendArguments, Rows, WindowView, exists, load, pin, ring_row, store, window_rows, window_view
 from .ops.arguments import Check
 from .ops.attend import CHUNK, AttendArguments, SharedEntries
 from .ops.attend_parts import PARTS, attend_parts
@@ -245,6 +247,21 @@ class LayerCacheHandle(Generic[Cache]):
             rows, *where = window_view(pool, None, _wide(plan), **shown, **place)
             window = WindowView(rows, *(x[: plan.num_tokens] for x in where))
         return self._wrote(LayerWrites.APPENDED, {ring.pool: pool}, window)
+
+    def keep(self, kv: Values, epilogue: Epilogue) -> LayerCacheHandle[Cache]:
+        """Stores the step's KV rows as `append` does, for later steps alone: no token of this one reads the window.
+
+        What a stage of DSpark does with the step's tokens. Raises as `append`.
+        """
+        self._once(LayerWrites.APPENDED)
+        ring, check = self.schema.window, self._check
+        kv = check.array("kv", kv, "float", "T", ring.width)
+        self._check_epilogue(check, "epilogue", epilogue, ring)
+        kv, epilogue = without_gradient((kv, epilogue))
+        pool = self.cache.pool(ring.pool)
+        ids, fmt = self._window_rows(ring, pool[0].shape[0]), self.layout.row_format(ring)
+        pool = run("append", AppendArguments(kv, fmt, epilogue, self._position, pool, ids), self.implementation)
+        return self._wrote(LayerWrites.APPENDED, {ring.pool: pool}, None)
 
     def compress(
         self,
@@ -538,6 +555,74 @@ class LayerCacheHandle(Generic[Cache]):
             key_split=key_split,
             implementation=self.implementation,
         )
+
+    def attend_block(
+        self,
+        queries: jax.Array,
+        sink: jax.Array,
+        kv: Values,
+        epilogue: Epilogue,
+        *,
+        inverse_rope: jax.Array,
+        dtype: DTypeLike = jnp.float32,
+    ) -> jax.Array:
+        """Attends with a block behind each sequence: to the window before it, and to all of the block. Stores nothing.
+
+        What a stage of DSpark does when it drafts (docs/model.md, DSpark). Every sequence of the plan has as many
+        tokens, its block, behind what the cache holds. Window rows that nobody has stored are all zeros, and no keys.
+
+        Args:
+            queries, sink, inverse_rope, dtype: as of `attend`.
+            kv: [T, head_dim] float, the block's own.
+            epilogue: of these.
+
+        Returns:
+            [T, heads, head_dim] of `dtype`.
+
+        Raises `ShapeError` as all methods, and if a plan has not the same number of tokens for each sequence.
+        """
+        plan, ring, check, slots = self.plan, self.schema.window, self._check, self.cache.slot_units
+        sequences = plan.num_seqs
+        rows, rest = divmod(plan.num_tokens, sequences)
+        if rest or not rows:
+            raise ShapeError(f"{self._name}: {plan.num_tokens} tokens are no blocks of {sequences} sequences")
+        queries = check.array("queries", queries, "float", "T", "heads", ring.width)
+        sink = check.array("sink", sink, "float32", "heads")
+        kv = check.array("kv", kv, "float", "T", ring.width)
+        self._check_epilogue(check, "epilogue", epilogue, ring)
+        turned = self._position, self._frequencies(check, "inverse_rope", inverse_rope)
+        queries, sink, kv, epilogue = without_gradient((queries, sink, kv, epilogue))
+        pool, fmt = self.cache.pool(ring.pool), self.layout.row_format(ring)
+        before = np.arange(-self.schema.swa_window_size, 0, dtype=np.int32)[None]
+        position, slot = plan.seq_start[:, None] + before, plan.seq_slot[:, None]
+
+        def places(ordinal: int) -> jax.Array:
+            return ring_row(ordinal, slots, ring.rows, slot, jnp.maximum(position, 0))
+
+        # Of a token all stages' rows are stored together: those of the first tell, which XLA looks up once.
+        stored = functools.reduce(operator.or_, ((part != 0).any(-1) for part in load(pool, places(0))))
+        visible = stored & (position >= 0) & exists(slot, slots)
+        each = np.repeat(np.arange(sequences), rows)
+        window = WindowView(pool, jnp.where(visible, places(ring.ordinal), 0)[each], visible[each])
+        own = run("append", AppendArguments(kv, fmt, epilogue, self._position), self.implementation)
+        ids = jnp.asarray(each[:, None] * rows + np.arange(rows), jnp.int32)
+        count = jnp.where(exists(plan.token_slot, slots), np.int32(rows), 0)
+        split = "throughput" if self.layout.key_split == "context" else self.layout.key_split
+        arguments = AttendArguments(
+            queries,
+            sink,
+            window,
+            own,
+            ids,
+            count,
+            ring.width**-0.5,
+            fmt,
+            inverse_rope=turned,
+            dtype=dtype,
+            key_split=split,
+            heads=self.layout.cfg.num_attention_heads,
+        )
+        return run("attend", arguments, self.implementation)[0]
 
     # Plumbing
 

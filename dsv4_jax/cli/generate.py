@@ -49,6 +49,7 @@ _EXAMPLES = """
   dsv4-jax generate --checkpoint DIR --tokens 1,2,3 --stop-tokens none       ids in, ids out: needs no tokenizer
 """
 _MIN_CHUNK, _MAX_CHUNK = 64, 2048
+_MAX_OF_MTP = 3  # drafts of a step
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 _SAMPLING = {name: f"--{name.replace('_', '-')}" for name in ("temperature", "top_k", "top_p", "min_p", *_PENALTIES)}
 
@@ -78,8 +79,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     option(steps, "--max-batch", positive, "N", "prompts side by side, if they fit", default=16)
     option(steps, "--chunk", positive, "N", "most tokens of a step (default: what prompts need, at most 2048)")
     option(steps, "--decode-steps", positive, "K", "steps per call: text comes K tokens at a time", default=1)
-    drafts = "tokens that the MTP layer guesses ahead and the model verifies, at most 3 (default: none)"
-    option(steps, "--drafts", natural, "N", drafts, dest="draft_tokens", choices=range(4), default=0)
+    drafts = "tokens that the MTP layer (at most 3) or DSpark guesses ahead and the model verifies (default: none)"
+    option(steps, "--drafts", natural, "N", drafts, dest="draft_tokens", choices=range(9), default=0)
     cached = "compute what prompts begin with once (default: if some begin with the same block)"
     steps.add_argument("--prefix-caching", action=argparse.BooleanOptionalAction, default=None, help=cached)
     option(steps, "--cache-memory", byte_count, "SIZE", "bytes of each device for the cache (default: what is needed)")
@@ -249,10 +250,12 @@ def _options(args: argparse.Namespace, cfg: DSV4Config, prompts: list[Prompt], s
     from ..model import Sampling
 
     drafts = args.draft_tokens
-    if drafts and cfg.dspark is not None:
-        raise OptionError("--drafts: the checkpoint's draft head has three stages (DSpark): it runs without drafts")
-    if drafts and cfg.num_mtp_layers != 1:
+    if drafts and cfg.dspark is None and cfg.num_mtp_layers != 1:
         raise OptionError(f"--drafts: one MTP layer drafts, the checkpoint has {cfg.num_mtp_layers}")
+    most = _MAX_OF_MTP if cfg.dspark is None else cfg.dspark.block_size
+    if drafts > most:
+        of = "an MTP layer" if cfg.dspark is None else "a block of the checkpoint's DSpark stages"
+        raise OptionError(f"--drafts: {of} guesses at most {most} tokens, got {drafts}")
     if drafts and (args.chunk or _MAX_CHUNK) <= drafts:
         raise OptionError(f"--chunk: a token and its {drafts} drafts are {1 + drafts}, got {args.chunk}")
     with naming(fields=_SAMPLING):

@@ -335,9 +335,12 @@ def _described(x: Any) -> str:
 
 def check_drafts(params: Params, cache: KVCache, drafts: int) -> None:
     """Raises `PlanError` if these parameters in this cache cannot guess so many tokens ahead."""
-    layout = cache.layout
+    layout, spark = cache.layout, cache.layout.cfg.dspark
     if not has_mtp(params):
-        raise PlanError(f"drafts={drafts}: the parameters have no MTP layer, load them with mtp=True")
+        what = "MTP layer" if spark is None else "DSpark stages"
+        raise PlanError(f"drafts={drafts}: the parameters have no {what}, load them with mtp=True")
+    if spark is not None and drafts > spark.block_size:
+        raise PlanError(f"drafts={drafts}: a block of the model's DSpark stages has {spark.block_size}")
     if not layout.include_mtp or layout.draft_tokens < drafts:
         has = f"include_mtp={layout.include_mtp} and draft_tokens={layout.draft_tokens}"
         raise PlanError(f"drafts={drafts}: the layout has {has}")

@@ -65,8 +65,8 @@ def generate(
     theirs (`KVCacheManager.preempt`). If the manager has a policy, prompts start at what is cached of them, and leave
     behind what it wants cached.
 
-    With `drafts` every request that decodes may get 1 + drafts tokens from a step, as many of them as the MTP layer
-    guesses (`draft_step`). The text is what it is without drafts.
+    With `drafts` every request that decodes may get 1 + drafts tokens from a step, as many of them as the MTP layer,
+    or DSpark's stages, guess (`draft_step`). The text is what it is without drafts.
 
     Over a mesh (docs/devices.md) all data shards run one executable a step. A prompt goes to the shard that has most of
     it cached, of those to the one with the fewest requests. What it samples is what it samples on one device.
@@ -87,8 +87,8 @@ def generate(
         chunk_tokens: most tokens of a step, all requests of a data shard together.
         decode_steps: K of `decode_loop` or `draft_loop`. Requests take the blocks of up to K * (1 + drafts) - 1 tokens
             more than they keep; where the context limit forbids that, single steps run.
-        drafts: the most drafts of a request in one step; needs parameters with the MTP layer, a layout with
-            `include_mtp` and at least so many `draft_tokens`.
+        drafts: the most drafts of a request in one step; needs parameters with the layers that draft, a layout
+            with `include_mtp` and at least so many `draft_tokens`.
         exchanges: of the mesh's axes, for exchanges in the project's own CUDA; checked after every call.
         on_step: called after every call of the device with what it brought, on the host. The prompts whose indices it
             returns end there, those that still wait for a slot, too.

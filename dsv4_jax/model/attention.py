@@ -6,6 +6,8 @@ This is what model code that uses the cache looks like: project, `append`, `comp
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 
@@ -23,7 +25,7 @@ from .weights.params import Params
 from .weights.quantised import Quantised
 from .weights.split import split_of
 
-__all__ = ["attention", "index_qat_default", "output_projection", "selected_entries"]
+__all__ = ["attention", "block_attention", "index_qat_default", "output_projection", "selected_entries"]
 
 
 def attention(
@@ -46,14 +48,8 @@ def attention(
         (the layer's output [T, hidden] float32; the handle after the layer's writes: its `step` has the next layer).
     """
     cfg, attn = handle.layout.cfg, handle.spec.attn
-    freq = jnp.asarray(rope_frequencies(cfg, attn))
-    dtype = jnp.bfloat16 if p["wo_a"].dtype == jnp.bfloat16 else jnp.float32
     qat = index_qat_default(handle.layout) if index_qat is None and attn is AttentionType.CSA else bool(index_qat)
-
-    of_x = products(p, "of_input", x)
-    latent = ops.normalise(of_x["wq_a"], p["q_norm"], eps=cfg.rms_norm_eps, dtype=dtype)
-    of_q = products(p, "of_q_latent", latent)
-    q = handle.queries(of_q["wq_b"].reshape(-1, p["attn_sink"].shape[0], cfg.head_dim), freq)
+    freq, dtype, of_x, of_q, q = _projected(p, handle, x)
 
     def compressor(name: str, rotate: bool = False) -> tuple[Values, Values, Epilogue, jax.Array]:
         """Returns (kv, score, epilogue, position bias) of a compressor."""
@@ -74,6 +70,33 @@ def attention(
     # `dtype`: rounded at once to what `matmul` would round it to.
     out, _ = handle.attend(q, p["attn_sink"], selected, inverse_rope=freq, dtype=dtype)
     return output_projection(p, out, cfg), handle
+
+
+def block_attention(
+    p: Params, handle: LayerCacheHandle, x: jax.Array, *, index_qat: bool | None = None
+) -> tuple[jax.Array, LayerCacheHandle]:
+    """Runs the attention of a stage of DSpark on blocks, as `attention` runs a layer's on the tokens of a step.
+
+    Nothing is stored: the handle is returned as it was. `index_qat` means nothing here.
+    """
+    freq, dtype, of_x, _, q = _projected(p, handle, x)
+    epilogue = Epilogue(p["kv_norm"], freq, handle.layout.cfg.rms_norm_eps)
+    out = handle.attend_block(q, p["attn_sink"], of_x["wkv"], epilogue, inverse_rope=freq, dtype=dtype)
+    return output_projection(p, out, handle.layout.cfg), handle
+
+
+def _projected(
+    p: Params, handle: LayerCacheHandle, x: jax.Array
+) -> tuple[jax.Array, jnp.dtype, Mapping[str, Values], Mapping[str, Values], jax.Array]:
+    """Returns RoPE frequencies, the dtype of products, products of x and of the query latent, and queries."""
+    cfg = handle.layout.cfg
+    freq = jnp.asarray(rope_frequencies(cfg, handle.spec.attn))
+    dtype = jnp.dtype(jnp.bfloat16 if p["wo_a"].dtype == jnp.bfloat16 else jnp.float32)
+    of_x = products(p, "of_input", x)
+    latent = ops.normalise(of_x["wq_a"], p["q_norm"], eps=cfg.rms_norm_eps, dtype=dtype)
+    of_q = products(p, "of_q_latent", latent)
+    q = handle.queries(of_q["wq_b"].reshape(-1, p["attn_sink"].shape[0], cfg.head_dim), freq)
+    return freq, dtype, of_x, of_q, q
 
 
 def selected_entries(

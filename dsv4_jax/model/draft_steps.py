@@ -1,4 +1,4 @@
-"""Steps that draft with the MTP layer, verify with the backbone and sample: one, or K in one executable."""
+"""Steps that draft with the MTP layer or DSpark, verify with the backbone and sample: one, or K in one executable."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from ..cache import KVCache
 from ..errors import ShapeError
 from ..ops.registry import Choice
 from ..plan import PackedPlan, StepPlan
+from . import dspark
 from .ahead import moved
-from .forward import check_masks, check_tokens, layers
+from .forward import check_masks, check_tokens, heard_layers
 from .head import head
 from .mtp import check_mtp, flat, follow, guess, mtp_layer
 from .sampling import Sampled, counted, sample
@@ -41,29 +42,32 @@ def draft_step(
     logprobs: bool = False,
     top: int = 0,
     routed_experts: bool = False,
+    least_confidence: float = 0.0,
     index_qat: bool | None = None,
     implementation: Choice = None,
 ) -> tuple[Sampled, jax.Array, KVCache]:
     """Runs a step that drafts, verifies and samples: decodes with drafts and prompt chunks, mixed as the plan says.
 
     For a sequence with d drafts the MTP layer runs d times, first on the residual that the cache has of its last token
-    and then on its own, to guess what follows the one token it is given. The backbone takes that token and the drafts
-    in one pass, and `speculative.accept` keeps as many as it samples there itself, and the one it samples next. So what
-    is sampled is what is sampled without drafts, greedy or not, up to float32 rounding. Then the MTP layer takes the
-    true residuals of all tokens. Everything a draft needs is in the cache: nothing but what was sampled passes from
-    step to step, and a sequence may come to this step from any other that ran the MTP layer (`mtp_forward`, or this
-    one).
+    and then on its own, to guess what follows the one token it is given; or DSpark's stages run once on a block. The
+    backbone takes that token and the drafts in one pass, and `speculative.accept` keeps as many as it samples there
+    itself, and the one it samples next. So what is sampled is what is sampled without drafts, greedy or not, up to
+    float32 rounding. Then the layers that draft take the true residuals of all tokens. Everything a draft needs is in
+    the cache: nothing but what was sampled passes from step to step, and a sequence may come to this step from any
+    other that ran these layers (`mtp_forward`, or this one).
 
     Args:
-        params: with the MTP layer.
+        params: with the layers that draft.
         cache: of a layout with `include_mtp`, and with `draft_tokens` of at least `width`.
         plan: a sequence with d > 0 drafts has 1 + d tokens in it.
         tokens: [T] int32; anything where drafts go.
         drafts: [B] int32, d of each sequence, 0 to `width`; 0: its tokens are known, such as a chunk of a prompt.
-        width: static.
+        width: static; with DSpark at most `block_size`, and a block has all of its rows whatever it is.
         masks: [B, width + 1, ceil(vocab / 32)] uint32: of what follows the known token and each draft. What stands
             behind a draft that the mask before it does not allow is never read.
         sampling, counts, logprobs, top, routed_experts: as of `sample_step`.
+        least_confidence: static, 0 to 1; of DSpark. The first draft of which its head is less sure, and those behind
+            it, are not kept, right or wrong. That changes what a step keeps and nothing of what is sampled.
 
     Returns:
         (`Sampled`: tokens [B, width + 1] int32, further fields like it, but experts [T, layers, k]; kept [B] int32; the
@@ -75,10 +79,12 @@ def draft_step(
     Raises as `sample_step`, and:
         ShapeError: as `mtp_forward`; or the cache has no room for so many drafts.
     """
-    plan, cache = _begun(params, cache, plan, width, implementation)
+    plan, cache = _begun(params, cache, plan, width, least_confidence, implementation)
     check_tokens(tokens, plan.num_tokens)
     asked = dict(logprobs=logprobs, top=top)
-    how = _How(params, drafts, width, sampling, masks, asked, routed_experts, index_qat, implementation)
+    how = _How(
+        params, drafts, width, sampling, masks, asked, routed_experts, index_qat, implementation, least_confidence
+    )
     return how.step(cache, plan, tokens, counts)
 
 
@@ -97,6 +103,7 @@ def draft_loop(
     logprobs: bool = False,
     top: int = 0,
     routed_experts: bool = False,
+    least_confidence: float = 0.0,
     index_qat: bool | None = None,
     implementation: Choice = None,
 ) -> tuple[Sampled, jax.Array, KVCache]:
@@ -122,7 +129,7 @@ def draft_loop(
         RequestError: masks for more than one step.
     """
     check_masks(masks, num_steps)
-    plan, cache = _begun(params, cache, plan, width, implementation)
+    plan, cache = _begun(params, cache, plan, width, least_confidence, implementation)
     check_tokens(tokens, plan.num_seqs)
     if plan.num_tokens > plan.num_seqs * (1 + width):
         raise ShapeError(
@@ -130,7 +137,9 @@ def draft_loop(
             f"{width} drafts of each"
         )
     asked = dict(logprobs=logprobs, top=top)
-    how = _How(params, drafts, width, sampling, masks, asked, routed_experts, index_qat, implementation)
+    how = _How(
+        params, drafts, width, sampling, masks, asked, routed_experts, index_qat, implementation, least_confidence
+    )
     plan, tokens = plan.only(tokens >= 0), jnp.maximum(tokens, 0)
 
     def step(carry: tuple, _: None) -> tuple[tuple, tuple[Sampled, jax.Array]]:
@@ -160,6 +169,7 @@ class _How:
     routed_experts: bool
     index_qat: bool | None
     implementation: Choice
+    least_confidence: float
 
     def step(
         self, cache: KVCache, plan: StepPlan, tokens: jax.Array, counts: jax.Array | None
@@ -168,24 +178,49 @@ class _How:
         params, width, drafts, cfg = self.params, self.width, self.drafts, cache.layout.cfg
         known = plan.seq_first + plan.seq_count - np.int32(1) - drafts  # the last token of each that is no draft
         here = None if counts is None else counts[plan.seq_slot]
-        guesses, cache = self._guesses(cache, plan, tokens[known], here)
+        if cfg.dspark is None:
+            guesses, cache = self._guesses(cache, plan, tokens[known], here)
+            verified = drafts
+        else:
+            guesses, verified = self._block(cache, plan, tokens[known], here)
         place = jnp.arange(plan.num_tokens, dtype=jnp.int32) - known[plan.token_seq]
         guessed = guesses[plan.token_seq, jnp.clip(place - 1, 0, width - 1)]
         tokens = jnp.where((place > 0) & (plan.token_slot > 0), guessed, tokens)
 
         begun = cache.begin(plan, self.implementation)
-        residual, step, experts = layers(params, begun, tokens, self.index_qat, self.routed_experts)
-        _, step = follow(params, step, residual, tokens, whole=False)  # its keys are stored
+        heard = () if cfg.dspark is None else cfg.dspark.target_layer_ids
+        residual, step, experts, behind = heard_layers(
+            params, begun, tokens, self.index_qat, self.routed_experts, heard
+        )
+        if heard:
+            step = dspark.follow(params, step, behind)
+        else:
+            _, step = follow(params, step, residual, tokens, whole=False)  # its keys are stored
         rows = jnp.clip(known[:, None] + jnp.arange(width + 1, dtype=jnp.int32)[None], 0, plan.num_tokens - 1)
         logits = head(params, jax.tree.map(lambda x: x[rows.reshape(-1)], residual), cfg, self.implementation)
         logits = logits.reshape(*rows.shape, -1)
         position = plan.seq_start + plan.seq_count - np.int32(1) - drafts
         drawn, kept = accept(
-            logits, guesses, drafts, self.sampling, position, masks=self.masks, counts=here, **self.asked
+            logits, guesses, verified, self.sampling, position, masks=self.masks, counts=here, **self.asked
         )
         if counts is not None:
             counts = counted(counts, plan.seq_slot, self.sampling, drawn.tokens, kept)
         return drawn._replace(experts=experts, counts=counts), kept, step.finish()
+
+    def _block(
+        self, cache: KVCache, plan: StepPlan, token: jax.Array, counts: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the drafts of each sequence by DSpark [B, width], drawn as `_guesses` does, and how many count."""
+        drafts = self.drafts
+
+        def draw(logits: jax.Array, i: int, before: list[jax.Array]) -> jax.Array:
+            masks = None if self.masks is None else self.masks[:, i]
+            seen = with_guesses(counts, jnp.stack(before, 1)) if before and counts is not None else counts
+            at = jnp.where((drafts > i) & (plan.seq_slot > 0), plan.seq_start + np.int32(i), 0)
+            return sample(logits, self.sampling, at, masks=masks, counts=seen).tokens
+
+        how = dict(least=self.least_confidence, implementation=self.implementation)
+        return dspark.guesses(self.params, cache, plan, token, drafts, self.width, draw, **how)
 
     def _guesses(
         self, cache: KVCache, plan: StepPlan, token: jax.Array, counts: jax.Array | None
@@ -212,12 +247,22 @@ class _How:
 
 
 def _begun(
-    params: Params, cache: KVCache, plan: StepPlan | PackedPlan, width: int, implementation: Choice
+    params: Params,
+    cache: KVCache,
+    plan: StepPlan | PackedPlan,
+    width: int,
+    least_confidence: float,
+    implementation: Choice,
 ) -> tuple[StepPlan, KVCache]:
     """Returns the plan, and the cache with its copies and table entries made."""
     check_mtp(params, cache)
+    spark = cache.layout.cfg.dspark
     if not 1 <= width <= cache.layout.draft_tokens:
         raise ShapeError(f"drafts of {width} tokens in a cache whose draft_tokens is {cache.layout.draft_tokens}")
+    if spark is not None and width > spark.block_size:
+        raise ShapeError(f"drafts of {width} tokens by a head whose blocks have {spark.block_size} rows")
+    if least_confidence and spark is None:
+        raise ShapeError("least_confidence is of drafts by DSpark: an MTP layer says nothing of its own")
     begun = cache.begin(plan, implementation)
     return begun.plan.settled(), begun.finish(partial=True)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -37,6 +37,7 @@ __all__ = [
     "decode_step",
     "embed",
     "forward",
+    "heard_layers",
     "joined",
     "layers",
     "prefill",
@@ -279,23 +280,37 @@ def layers(
     Raises:
         ShapeError: `tokens` does not match the plan.
     """
+    residual, after, experts, _ = heard_layers(params, step, tokens, index_qat, routed_experts, ())
+    return residual, after, experts
+
+
+def heard_layers(
+    params: Params,
+    step: CacheStep[KVCache],
+    tokens: jax.Array,
+    index_qat: bool | None,
+    routed_experts: bool,
+    heard: Sequence[int],
+) -> tuple[Residual, CacheStep[KVCache], jax.Array | None, list[Residual]]:
+    """Runs the layers as `layers` does; also gives the residual behind each of the layers that are `heard`."""
     cfg, dtype = step.layout.cfg, activations(params)
     check_tokens(tokens, step.plan.num_tokens)
 
-    def run() -> tuple[Residual, CacheStep[KVCache], list[jax.Array]]:
+    def run() -> tuple[Residual, CacheStep[KVCache], list[jax.Array], list[Residual]]:
         # All weights, not only what goes into the cache: of kernels without a gradient jax has words of its own.
-        residual, after, chosen = without_gradient(embed(params, tokens, cfg)), step, []
+        residual, after, chosen, behind = without_gradient(embed(params, tokens, cfg)), step, [], []
         for i, p in enumerate(without_gradient(params["layers"])):
             residual, handle, experts = block(p, after.layer(i), residual, tokens, dtype, index_qat=index_qat)
             after = handle.step
             chosen += [experts] if routed_experts else []
-        return residual, after, chosen
+            behind += [residual] if i in heard else []
+        return residual, after, chosen, behind
 
-    residual, after, chosen = joined(run, step.plan.num_tokens)()
+    residual, after, chosen, behind = joined(run, step.plan.num_tokens)()
     if not routed_experts:
-        return residual, after, None
+        return residual, after, None, behind
     there = jnp.asarray(step.plan.token_slot)[:, None, None] > 0
-    return residual, after, jnp.where(there, jnp.stack(chosen, 1), np.int32(-1)).astype(jnp.int16)
+    return residual, after, jnp.where(there, jnp.stack(chosen, 1), np.int32(-1)).astype(jnp.int16), behind
 
 
 def block(
@@ -306,11 +321,12 @@ def block(
     dtype: jax.typing.DTypeLike,
     *,
     index_qat: bool | None = None,
+    attend: Callable[..., tuple[jax.Array, LayerCacheHandle[KVCache]]] = attention,
 ) -> tuple[Residual, LayerCacheHandle[KVCache], jax.Array]:
     """Runs a layer: attention over the cache, then experts, and which of the routed ones tokens chose, [T, k]."""
     cfg, implementation = handle.layout.cfg, handle.implementation
     x, streams, *back = read(p, "hc_attn", residual, cfg, dtype, implementation)
-    y, handle = attention(p["attn"], handle, x, index_qat=index_qat)
+    y, handle = attend(p["attn"], handle, x, index_qat=index_qat)
     x, streams, *back = read(p, "hc_ffn", Residual(streams, Written((y,), *back)), cfg, dtype, implementation)
     added, chosen = moe(p["ffn"], x, tokens, cfg)
     return Residual(streams, Written(added, *back)), handle, chosen

@@ -65,10 +65,12 @@ def mtp_forward(
 
 
 def check_mtp(params: Params, cache: KVCache) -> None:
+    """Raises `ShapeError` unless both have the layers that draft."""
+    what = "MTP layer" if cache.layout.cfg.dspark is None else "DSpark stages"
     if not has_mtp(params):
-        raise ShapeError("the parameters have no MTP layer: they were made without mtp=True")
+        raise ShapeError(f"the parameters have no {what}: they were made without mtp=True")
     if not cache.layout.include_mtp:
-        raise ShapeError("the cache has no MTP layer: its layout was made without include_mtp=True")
+        raise ShapeError(f"the cache has no {what}: its layout was made without include_mtp=True")
 
 
 def follow(
