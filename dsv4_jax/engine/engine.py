@@ -426,6 +426,10 @@ class Engine:
         """
         self._call(lambda: self._update(params, weights_id, donate))
 
+    def forget(self) -> None:
+        """Nothing that is cached is found again; requests that are live begin anew from what they have by then."""
+        self._call(self._forget)
+
     def sleep(self) -> None:
         """Gives up the device's memory, the cache's and what is in it, for somebody else, until `wakeup`.
 
@@ -710,6 +714,10 @@ class Engine:
             raise EngineError("this executor has no weights")
         self._settle()
         update(params, donate, lambda: self._core.forget(weights_id=weights_id))
+
+    def _forget(self) -> None:
+        self._settle()
+        self._core.forget()
 
     def _sleep(self) -> None:
         sleep = getattr(self._executor, "sleep", None)

@@ -106,6 +106,21 @@ class Handle:
             if self._left:
                 self.abort()
 
+    def reader(self, loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> Callable[[], list[Output]]:
+        """For who reads many requests at once: what it returns gives the outputs since it was last called.
+
+        `event`, which all of them may share, is set in `loop` when there are some. Nothing is aborted.
+        """
+        seen = _Seen(len(self._completions))
+        with self._changed:
+            self._waiters.append((loop, event))
+
+        def take() -> list[Output]:
+            with self._changed:
+                return seen.news(self._completions)
+
+        return take
+
     def put(self, output: Output) -> list[tuple[asyncio.AbstractEventLoop, asyncio.Event]]:
         """The engine's end: takes up an output. Returns the tasks to be woken."""
         with self._changed:

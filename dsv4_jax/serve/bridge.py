@@ -1,0 +1,347 @@
+"""The engine's end of the socket: what frontends ask for goes to the engine, what it answers goes back.
+
+One thread with a loop of asyncio serves all connections. It is woken once a turn of the engine, and writes one message
+then, whatever number of samples it is about. While a frontend does not read, its answers wait, joined.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pathlib
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ..engine import Engine, Output, Prompt
+from ..errors import CacheError, ContextLimitError, EngineError, QueueFullError, RequestError
+from ..manager import Namespace
+from . import wire
+from .masks import Masks
+
+__all__ = ["ORDERS", "Bridge", "status"]
+
+QUESTIONS = ("health", "metrics", "status")
+ORDERS = ("pause", "resume", "sleep", "wake_up", "reset_prefix_cache", "update_weights")
+
+
+class Bridge:
+    """Serves an engine to frontends on a Unix socket.
+
+    Args:
+        engine: not closed by this.
+        path: of the socket; nothing is there yet.
+        hello: what frontends are told first.
+        masks: makes masks of what samples ask for; None: they can ask for none.
+        queue_tokens: tokens of prompts that may wait for their first token, over all frontends.
+        update: loads weights from a folder and puts them in place (`update_weights`); None: it cannot be asked for.
+
+    A context manager: leaving it ends what frontends have asked for.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        path: str | os.PathLike[str],
+        hello: wire.Hello,
+        *,
+        masks: Masks | None = None,
+        queue_tokens: int = 1 << 22,
+        update: Callable[[str, str], None] | None = None,
+    ):
+        self.engine, self.path, self.hello = engine, pathlib.Path(path), hello
+        self.masks, self.queue_tokens, self.update = masks, queue_tokens, update
+        self.waiting_tokens = 0
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._ready = threading.Event()
+        self._problem: BaseException | None = None
+        self._sampling = _sampling_class()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._thread = threading.Thread(target=self._run, name="dsv4-bridge", daemon=True)
+        self._thread.start()
+        self._ready.wait()
+        if self._problem is not None:
+            raise EngineError(f"no socket at {self.path}: {self._problem}") from self._problem
+
+    def __enter__(self) -> Bridge:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends all connections, and with them what they asked for."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._serve())
+        except BaseException as error:
+            self._problem = error
+        finally:
+            self._ready.set()
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        server = await asyncio.start_unix_server(self._connected, self.path, limit=1 << 20)
+        self.path.chmod(0o600)
+        self._ready.set()
+        await self._stop.wait()
+        server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.path.unlink(missing_ok=True)
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        session = _Session(self, writer)
+        try:
+            await session.run(reader)
+        except (ConnectionError, asyncio.CancelledError, msgspec.MsgspecError):
+            pass
+        finally:
+            self._tasks.discard(task)
+            session.close()
+            writer.close()
+
+    def prompt(self, ask: wire.Ask) -> Prompt:
+        """What an `Ask` asks of the engine. Raises `RequestError`."""
+        space = None if ask.tenant is None and ask.salt is None else Namespace(ask.tenant, ask.salt)
+        mask = None
+        if ask.mask is not None:
+            if self.masks is None:
+                raise RequestError("this engine knows no grammar of its tokens")
+            mask = self.masks.of(ask.mask)
+        return Prompt(
+            tokens=np.frombuffer(ask.tokens, "<i4"),
+            max_new_tokens=ask.max_new_tokens,
+            sampling=None if ask.score else self._sampling(**ask.sampling),
+            stop_tokens=ask.stop_tokens,
+            namespace=space,
+            priority=ask.priority,
+            deadline=ask.deadline,
+            logprobs=ask.logprobs,
+            mask=mask,
+            reuse=ask.reuse,  # type: ignore[arg-type]
+            score=ask.score,
+        )
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        """Answers a question, or follows an order. Waits for the engine. Raises what that raises."""
+        engine = self.engine
+        if name in QUESTIONS:
+            if name == "health":
+                return _health(engine)
+            return engine.metrics() if name == "metrics" else status(engine)
+        if name not in self.hello.admin:
+            raise RequestError(f"{name} is not to be asked of this engine")
+        if name == "pause":
+            engine.pause()
+        elif name == "resume":
+            engine.resume(keep=arguments.get("keep", True))
+        elif name == "sleep":
+            engine.sleep()
+        elif name == "wake_up":
+            engine.wakeup()
+        elif name == "reset_prefix_cache":
+            engine.forget()
+        elif self.update is not None:
+            self.update(arguments["checkpoint"], arguments["weights_id"])
+        return {}
+
+
+class _Session:
+    """A connection to a frontend."""
+
+    def __init__(self, bridge: Bridge, writer: asyncio.StreamWriter):
+        self._bridge, self._writer = bridge, writer
+        self._event = asyncio.Event()
+        self._live: dict[int, _Live] = {}
+        self._first: list[wire.News] = []  # what is said of those that were taken on, or refused
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def run(self, reader: asyncio.StreamReader) -> None:
+        self._writer.write(wire.pack(self._bridge.hello))
+        telling = asyncio.create_task(self._tell())
+        self._tasks.add(telling)
+        while (data := await wire.read(reader)) is not None:
+            message = wire.decode_asks(data)
+            if isinstance(message, wire.Ask):
+                if message.mask is not None:  # a grammar takes a while, and may be a bomb
+                    self._start(self._add_later(message))
+                else:
+                    self._add(message)
+            elif isinstance(message, wire.Abort):
+                live = self._live.get(message.id)
+                if live is not None and live.abort is not None:
+                    live.abort()
+                elif live is not None:
+                    live.aborted = True
+            else:
+                self._start(self._answer(message))
+
+    def close(self) -> None:
+        """Nobody reads any more: what was asked for here ends."""
+        for task in self._tasks:
+            task.cancel()
+        for live in self._live.values():
+            if live.abort is not None:
+                live.abort()
+            self._bridge.waiting_tokens -= live.waiting
+        self._live.clear()
+
+    def _start(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _add(self, ask: wire.Ask, prompt: Prompt | None = None) -> None:
+        bridge, count = self._bridge, len(ask.tokens) // 4
+        try:
+            if bridge.waiting_tokens and bridge.waiting_tokens + count > bridge.queue_tokens:
+                raise QueueFullError(bridge.waiting_tokens, bridge.queue_tokens)
+            handle = bridge.engine.add(bridge.prompt(ask) if prompt is None else prompt)
+        except Exception as error:
+            self._refuse(ask.id, error)
+            return
+        live = self._live.setdefault(ask.id, _Live())
+        live.take, live.abort, live.waiting = handle.reader(bridge._loop, self._event), handle.abort, count
+        bridge.waiting_tokens += count
+        self._first.append(wire.News(ask.id, [], [], [], None, 0))  # it is taken on
+        self._event.set()
+        if live.aborted:
+            handle.abort()
+
+    async def _add_later(self, ask: wire.Ask) -> None:
+        live = self._live[ask.id] = _Live()
+        try:
+            prompt = await asyncio.to_thread(self._bridge.prompt, ask)
+        except Exception as error:
+            self._live.pop(ask.id, None)
+            self._refuse(ask.id, error)
+            return
+        if live.aborted:
+            self._live.pop(ask.id, None)
+            self._refuse(ask.id, None)
+        else:
+            self._add(ask, prompt)
+
+    def _refuse(self, number: int, error: Exception | None) -> None:
+        self._live.pop(number, None)
+        finish = "abort" if error is None else "error"
+        self._first.append(wire.News(number, [], [], [], finish, 0, None if error is None else _problem(error)))
+        self._event.set()
+
+    async def _answer(self, call: wire.Call) -> None:
+        try:
+            value = await asyncio.to_thread(self._bridge.call, call.name, call.arguments)
+            self._writer.write(wire.pack(wire.Answer(call.id, value)))
+        except Exception as error:
+            self._writer.write(wire.pack(wire.Answer(call.id, None, _problem(error))))
+
+    async def _tell(self) -> None:
+        """One message for all that a turn of the engine has brought."""
+        while True:
+            await self._event.wait()
+            self._event.clear()
+            news, self._first = self._first, []
+            for number, live in list(self._live.items()):
+                for output in live.take():
+                    news.append(_news(number, output))
+                    if live.waiting:
+                        self._bridge.waiting_tokens -= live.waiting
+                        live.waiting = 0
+                    if output.finish is not None:
+                        self._live.pop(number, None)
+            if news:
+                self._writer.write(wire.pack(wire.Outputs(news)))
+                await self._writer.drain()
+
+
+class _Live:
+    """A sample that has not ended. `waiting`: tokens of its prompt, until it has said anything."""
+
+    __slots__ = ("abort", "aborted", "take", "waiting")
+
+    def __init__(self) -> None:
+        self.take: Callable[[], list[Output]] = list
+        self.abort: Callable[[], object] | None = None
+        self.aborted = False
+        self.waiting = 0
+
+
+def _news(number: int, output: Output) -> wire.News:
+    problem = None if output.error is None else _problem(output.error)
+    top = [(list(ids), list(values)) for ids, values in output.top]
+    tokens, logprobs = output.tokens, output.logprobs
+    return wire.News(number, list(tokens), list(logprobs), top, output.finish, output.cached, problem)
+
+
+def _problem(error: Exception) -> tuple[str, str]:
+    """What kind of error it is to a client, and what it says."""
+    if isinstance(error, QueueFullError):
+        return "full", str(error)
+    if isinstance(error, ContextLimitError):
+        return "context", str(error)
+    if isinstance(error, RequestError):
+        return "request", str(error)
+    if isinstance(error, EngineError):
+        return "engine", str(error)
+    return "failure", str(error) if isinstance(error, CacheError) else f"{type(error).__name__}: {error}"
+
+
+def _health(engine: Engine) -> dict[str, Any]:
+    now = engine.health()
+    return now._asdict()
+
+
+def status(engine: Engine) -> dict[str, Any]:
+    """What the page draws: the engine after its last turn, and its managers."""
+    now = engine.stats()
+    pools: dict[str, dict[str, int]] = {}
+    report: dict[str, Any] = {
+        "time": time.time(),
+        "queued": now.queued,
+        "live": now.live,
+        "preempted": now.preempted,
+        "paused": now.paused,
+        "turn_ms": now.turn_s * 1e3,
+        "counts": now.counts,
+        "pools": pools,
+        "slots": 0,
+        "stored": 0,
+        "lookup_tokens": 0,
+        "hit_tokens": {},
+        "moved": {},
+    }
+    for manager in engine.managers:
+        stats = manager.stats()
+        report["slots"] += stats.slots_total
+        report["stored"] += stats.cache.stored_blocks
+        for name, pool in stats.cache.pools.items():
+            into = pools.setdefault(name, dict.fromkeys(("total", "free", "private", "cached", "evictable"), 0))
+            for key in into:
+                into[key] += getattr(pool, key)
+        counters = stats.cache.counters
+        report["lookup_tokens"] += counters.lookup_tokens
+        for tier, tokens in counters.hit_tokens.items():
+            report["hit_tokens"][tier.name.lower()] = report["hit_tokens"].get(tier.name.lower(), 0) + tokens
+    return report
+
+
+def _sampling_class() -> Any:
+    from ..model.sampling import Sampling
+
+    return Sampling

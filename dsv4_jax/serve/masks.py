@@ -1,0 +1,77 @@
+"""Masks of what a request asks for, from plain data: tokens that never come, or alone; no end too soon; a grammar."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..checks import check_integer, shown
+from ..errors import RequestError
+
+__all__ = ["Masks"]
+
+Fill = Callable[[Sequence[int], np.ndarray], object]
+
+
+class Masks:
+    """Makes masks for an engine (`Prompt.mask`).
+
+    Args:
+        vocab_size: ids are below.
+        grammar: makes a mask of a grammar's plain data; None: none can be asked for.
+    """
+
+    def __init__(self, vocab_size: int, grammar: Callable[[Any], Fill] | None = None):
+        self.vocab_size, self._grammar = vocab_size, grammar
+
+    def of(self, asked: Mapping[str, Any]) -> Fill:
+        """A mask.
+
+        Args:
+            asked: all of them optional: `ban`, ids that never come; `only`, those that come alone; `min_tokens`, before
+                which none of `stops` comes; `grammar`, plain data.
+
+        Raises:
+            RequestError: an id is none, all are forbidden, or the grammar is none.
+        """
+        ban, only = self._ids(asked.get("ban", ())), self._ids(asked.get("only", ()))
+        allowed = np.zeros(-(-self.vocab_size // 32) * 32, bool)
+        allowed[: self.vocab_size] = not only
+        allowed[only] = True
+        allowed[ban] = False
+        if not allowed.any():
+            raise RequestError("every token is forbidden")
+        words, early = _packed(allowed), None
+        least = check_integer("min_tokens", asked.get("min_tokens", 0), error=RequestError)
+        if least:
+            allowed[self._ids(asked.get("stops", ()))] = False
+            early = _packed(allowed)
+        grammar = asked.get("grammar")
+        fill = None
+        if grammar is not None:
+            if self._grammar is None:
+                raise RequestError("this engine knows no grammar of its tokens")
+            fill = self._grammar(grammar)
+
+        def mask(out: Sequence[int], row: np.ndarray) -> None:
+            allowed = early if early is not None and len(out) < least else words
+            if fill is None:
+                row[:] = allowed
+                return
+            fill(out, row)
+            if (row & allowed).any():  # else the grammar is at its end, or wants what is forbidden
+                row &= allowed
+
+        return mask
+
+    def _ids(self, ids: Any) -> list[int]:
+        wrong = [i for i in ids if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < self.vocab_size]
+        if wrong:
+            raise RequestError(f"token {shown(wrong[0])} is outside the vocabulary 0..{self.vocab_size - 1}")
+        return list(ids)
+
+
+def _packed(allowed: np.ndarray) -> np.ndarray:
+    return np.packbits(allowed, bitorder="little").view(np.uint32)
