@@ -40,7 +40,6 @@ POLL = 0.5  # seconds between two events of the page
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "::1")
 _PAGES = {"/": ("index.html", "text/html"), "/page.css": ("page.css", "text/css"), "/page.js": ("page.js", "text/javascript")}
 _POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'"
-_DEFAULT_LIMITS = {False: 8192, True: 65536}  # of an answer without and with reasoning, as its vendor has them
 
 Endpoint = Callable[["Frontend", Request], Awaitable[Any]]
 
@@ -240,11 +239,18 @@ class Frontend:
         name = f"{kind}-{secrets.token_hex(12)}"
         return {"id": name, "created": now, "model": self.config.models[0], "system_fingerprint": f"fp_{print_}"}
 
-    async def answer(self, request: Request, generation: Generation, wanted: Wanted, form: Any) -> Any:
+    async def answer(
+        self,
+        request: Request,
+        generation: Generation,
+        wanted: Wanted,
+        form: Any,
+        problem: Callable[[ApiError], bytes] | None = None,
+    ) -> Any:
         """Begins, and answers in this form: as a stream, or at once when all is there."""
         await watched(request.receive, generation.begin(), generation.abort)
         if wanted.stream:
-            return EventStream(form.events(), generation.abort, _stream_problem)
+            return EventStream(form.events(), generation.abort, problem or _stream_problem)
         return as_json(await watched(request.receive, form.whole(), generation.abort))
 
     # Routes

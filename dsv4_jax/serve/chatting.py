@@ -14,6 +14,7 @@ from .config import Config
 from .generation import Generation, Piece
 from .problems import ApiError, invalid
 from .requests import Body, Wanted
+from .texts import Vocabulary
 
 __all__ = ["ChatForm", "Chats", "Conversation", "chat_completions"]
 
@@ -42,9 +43,10 @@ class Chats:
         CheckpointError: its tokenizer lacks a mark.
     """
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, texts: Vocabulary):
         self._config = config
         self.chat = Chat.load(config.checkpoint, model=config.encoding)
+        self.bytes_of, self.recipe_tokenizer = texts.bytes_of, texts.tokenizer
 
     def conversation(self, body: Body) -> Conversation:
         """What a request's messages, tools and formats are as a prompt. Raises `ApiError`."""

@@ -111,7 +111,7 @@ def frontend(config: Config) -> Frontend:
 
     path = pathlib.Path(config.checkpoint) / "tokenizer.json"
     texts = Vocabulary(path) if path.is_file() else None
-    chat = Chats(config) if texts is not None else None
+    chat = Chats(config, texts) if texts is not None else None
     return Frontend(config, Backend(config.socket), texts, chat)
 
 

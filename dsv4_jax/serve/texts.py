@@ -34,13 +34,13 @@ class Vocabulary:
             for text, token in vocab.items():
                 self._bytes[token] = bytes(map(own.__getitem__, text)) if own.keys() >= set(text) else text.encode()
             self._marks = {one["id"]: one["content"].encode() for one in added}
-            self._tokenizer = Tokenizer.from_file(str(path))
+            self.tokenizer = Tokenizer.from_file(str(path))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
             raise CheckpointError(f"{path} is no byte-level tokenizer: {error}") from error
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of a text to go on with: marks in it are the tokens that they name."""
-        return self._tokenizer.encode(text)
+        return self.tokenizer.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of ids, without marks."""
