@@ -656,6 +656,7 @@ class Core:
             if not scores:
                 tokens[shard] = manager.plan_tokens(plans[-1], unknown=-1)
             transfers.append(manager.take_transfers())
+            self.counts["transfers"] += len(transfers[-1])
         for live in self._live:
             for job in live.values():
                 job.row = -1
@@ -879,7 +880,9 @@ class Core:
         self._unflushed = False
         for manager in self.managers:
             manager.flush()
-        return [manager.take_transfers() for manager in self.managers]
+        transfers = [manager.take_transfers() for manager in self.managers]
+        self.counts["transfers"] += sum(map(len, transfers))
+        return transfers
 
     # When things go wrong, and when weights change
 

@@ -144,7 +144,7 @@ class Bridge:
         if name in QUESTIONS:
             if name == "health":
                 return _health(engine)
-            return engine.metrics() if name == "metrics" else status(engine)
+            return engine.metrics(arguments.get("model_name")) if name == "metrics" else status(engine)
         if name not in self.hello.admin:
             raise RequestError(f"{name} is not to be asked of this engine")
         if name == "pause":
