@@ -5,13 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ipaddress
-import json
-import os
 import pathlib
 import signal
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 from ..capacity import device_limit
@@ -184,9 +181,9 @@ def _engine(
     from ..engine import Engine, Limits
     from ..model import Split
     from ..ops.exchange_buffers import open_exchanges
+    from ..serve.masks import grammars_of
 
     mtp = args.draft_tokens > 0
-    layout = layout_from(args, cfg, include_mtp=mtp, draft_tokens=args.draft_tokens) if False else None
     start_jax()
     check_implementation(args.implementation)
     check_devices(args.devices)
@@ -240,7 +237,7 @@ def _engine(
         "queued": args.queue,
         "queue_tokens": args.queue_tokens,
         "weights_id": weights_id,
-        "grammar": _grammars(args),
+        "grammar": grammars_of(args.checkpoint, cfg.vocab_size),
         "update": update,
     }
     return engine, facts
@@ -256,10 +253,6 @@ def _memory(weights: int) -> int:
     if memory.free <= 0:
         raise OptionError(f"--weights: they take {human(weights)}, jax has {human(memory.total)} of the device")
     return min(memory.free, _CPU_MEMORY) if jax.default_backend() == "cpu" else memory.free
-
-
-def _grammars(args: argparse.Namespace) -> Callable[[Any], Any] | None:
-    return None
 
 
 def _keys(path: pathlib.Path) -> dict[str, str]:

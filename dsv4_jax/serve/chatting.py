@@ -7,8 +7,8 @@ from typing import Any
 
 from starlette.requests import Request
 
-from ..chat import Chat, ChatPrompt, Parser
-from ..errors import CacheError, RequestError
+from ..chat import Chat, ChatPrompt, Parser, constraint
+from ..errors import CacheError
 from .completions import SILENCE, event, finite, joined, usage
 from .config import Config
 from .generation import Generation, Piece
@@ -64,7 +64,10 @@ class Chats:
             raise invalid(_field(str(error)), str(error)) from None
 
     def _grammar(self, body: Body, settings: dict[str, Any], prompt: ChatPrompt) -> Any:
-        return None
+        parallel = body.boolean("parallel_tool_calls", True)
+        asked = {name: settings.get(name) for name in ("tool_choice", "response_format")}
+        found = constraint(prompt, self.chat.tokenizer, parallel_tool_calls=parallel, **asked)
+        return None if found is None else list(found)
 
     def prompt_of(self, front: Any, body: Body) -> list[int]:
         """The ids of a request's conversation (`/tokenize`)."""
@@ -115,6 +118,8 @@ def begin(front: Any, conversation: Conversation, wanted: Wanted, effort: Any) -
     prompt = conversation.prompt
     default = _HARDEST if prompt.thinking and effort == "max" else _DEFAULT[prompt.thinking]
     most = front.room(len(prompt.ids), wanted.max_tokens, default)
+    if conversation.grammar is not None:  # whose end is an end
+        wanted.stop_tokens = [*dict.fromkeys([*wanted.stop_tokens, *front.config.end_tokens])]
     return Generation(
         front.backend, [prompt.ids], wanted, [most], grammar=conversation.grammar, reuse=prompt.reuse
     )

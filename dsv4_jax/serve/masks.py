@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +12,7 @@ import numpy as np
 from ..checks import check_integer, shown
 from ..errors import RequestError
 
-__all__ = ["Masks"]
+__all__ = ["Masks", "grammars_of"]
 
 Fill = Callable[[Sequence[int], np.ndarray], object]
 
@@ -71,6 +73,22 @@ class Masks:
         if wrong:
             raise RequestError(f"token {shown(wrong[0])} is outside the vocabulary 0..{self.vocab_size - 1}")
         return list(ids)
+
+
+def grammars_of(checkpoint: str | os.PathLike[str], vocab_size: int) -> Callable[[Any], Fill]:
+    """Makes masks of `dsv4_jax.chat.Constraint`s, as lists. The checkpoint's tokenizer is read for the first."""
+    lock, made = threading.Lock(), list[Any]()
+
+    def grammar(asked: Any) -> Fill:
+        from ..chat import Constraint, Grammars
+        from ..text import Tokenizer
+
+        with lock:
+            if not made:
+                made.append(Grammars(Tokenizer(checkpoint), vocab_size))
+        return made[0].mask(Constraint(*asked))
+
+    return grammar
 
 
 def _packed(allowed: np.ndarray) -> np.ndarray:

@@ -52,12 +52,12 @@ class Stand:
         engine: Engine | None = None,
         attach: bool = True,
         queue_tokens: int = 1 << 22,
-        grammar: Any = None,
         frontends: int = 1,
         on_get: Callable[[], object] = lambda: None,
         **config: Any,
     ):
         from dsv4_jax.serve.config import Config
+        from dsv4_jax.serve.masks import grammars_of
         from dsv4_jax.serve.server import Server, listen
 
         if not (folder / "tokenizer.json").exists():
@@ -81,7 +81,8 @@ class Stand:
         self.server = Server(listening, Config("", str(folder), **options), frontends=frontends)
         self.port = self.server.address[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self._facts = dict(vocab_size=vocab_size, context=self.context, grammar=grammar, queue_tokens=queue_tokens)
+        masks = grammars_of(folder, vocab_size)
+        self._facts = dict(vocab_size=vocab_size, context=self.context, grammar=masks, queue_tokens=queue_tokens)
         if attach:
             self.attach()
             wait_for(lambda: self.get("/ready")[0] == 200)

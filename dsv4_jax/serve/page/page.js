@@ -104,7 +104,7 @@ async function ask(text) {
       if (content) { put(turn, "body", content); said.content += content; }
     }
     messages.push(said);
-    if (why === "length") note(turn, "It was cut: more tokens than were asked for.");
+    if (why === "length") note(turn, "Cut: it has as many tokens as were asked for.");
   } catch (error) {
     if (error.name === "AbortError") { messages.push(said); note(turn, "stopped"); }
     else { messages.pop(); note(turn, error.message, true); if (/API key/.test(error.message)) { $("key-box").open = true; $("key").focus(); } }
@@ -195,7 +195,8 @@ function draw(now) {
     if (rates.length > 120) rates.shift();
     $("rate").textContent = count(rates.at(-1));
     const top = Math.max(...rates, 1);
-    const points = rates.map((r, i) => `${i + 120 - rates.length},${(31 - (30 * r) / top).toFixed(1)}`);
+    const step = 120 / Math.max(rates.length - 1, 30);
+    const points = rates.map((r, i) => `${(i * step).toFixed(1)},${(31 - (30 * r) / top).toFixed(1)}`);
     $("spark").firstElementChild.setAttribute("points", points.join(" "));
   }
   before = now;
