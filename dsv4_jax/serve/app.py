@@ -34,7 +34,6 @@ from .requests import Body, Wanted, common, parse, prompts
 
 __all__ = ["Frontend"]
 
-BODY_S = 60.0  # seconds in which a body has to be there
 LONG = 1 << 16  # bytes from which on a body is not worked on in the loop's own thread
 POLL = 0.5  # seconds between two events of the page
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "::1")
@@ -176,7 +175,7 @@ class Frontend:
             raise ApiError(413, f"a body is of at most {most} bytes", code="body_too_large")
         parts, size = list[bytes](), 0
         try:
-            async with asyncio.timeout(BODY_S):
+            async with asyncio.timeout(self.config.body_s):
                 async for part in request.stream():
                     size += len(part)
                     self.body_bytes += len(part)
@@ -186,7 +185,7 @@ class Frontend:
                         raise ApiError(503, "too much is being sent at once", code="busy", retry_after=1)
                     parts.append(part)
         except TimeoutError:
-            raise ApiError(408, f"the body was not there in {BODY_S:.0f} s", code="timeout") from None
+            raise ApiError(408, f"the body was not there in {self.config.body_s:.0f} s", code="timeout") from None
         finally:
             self.body_bytes -= size
         return b"".join(parts)

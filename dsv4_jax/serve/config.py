@@ -26,7 +26,7 @@ class Config:
         names: other names of it then.
         admin, page: whether there are routes of administration, and a page.
         body_bytes, bodies_bytes, head_bytes: most bytes of a body, of all that are being read, and of headers.
-        head_s: seconds in which the head of a request has to be there.
+        head_s, body_s: seconds in which the head of a request has to be there, and its body.
         stall_s: seconds for which a client may leave what is written to it unread.
         connections: most at once.
         certificate, key: files of TLS; None: none.
@@ -50,6 +50,7 @@ class Config:
     bodies_bytes: int = 256 << 20
     head_bytes: int = 32 << 10
     head_s: float = 10.0
+    body_s: float = 60.0
     stall_s: float = 60.0
     connections: int = 10_000
     certificate: str | None = None
