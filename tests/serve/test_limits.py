@@ -70,19 +70,18 @@ def test_full_queues_say_so_at_once(tmp_path):
 
 def test_who_does_not_read_stalls_nobody(tmp_path):
     """What is written to it is bounded; after a while it is cut off, and its request ends."""
-    with Stand(tmp_path, columns=800, stall_s=1.0, slots=3) as stand:
-        asked = LONG | {"max_tokens": 12_000, "stream": True, "logprobs": 0, "return_token_ids": True}
-        stalled = socket.socket()
+    with Stand(tmp_path, stall_s=1.0, slots=32) as stand, socket.socket() as stalled:
+        data = json.dumps(LONG | {"n": 100, "stream": True, "return_token_ids": True}).encode()
         stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         stalled.connect(("127.0.0.1", stand.port))
-        data = json.dumps(asked | {"n": 2}).encode()
-        stalled.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
-        wait_for(lambda: stand.engine.stats().live >= 1)
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+        stalled.sendall(head % len(data) + data)
+        wait_for(lambda: stand.engine.stats().live > 1)
         for _ in range(3):
-            assert stand.post("/v1/completions", LONG | {"max_tokens": 20})[0] == 200
+            assert stand.post("/v1/completions", LONG | {"max_tokens": 20, "priority": -9})[0] == 200
         stand.idle()
-        wait_for(lambda: not sockets_of(stand) - 1)
-        stalled.close()
+        assert stand.engine.stats().counts["ended_abort"] > 0, "it was cut off"
+        wait_for(lambda: sockets_of(stand) == 1)
 
 
 def sockets_of(stand: Stand) -> int:
@@ -246,8 +245,10 @@ def test_tls(tmp_path):
 
 
 def test_answers_end_before_the_server_does(tmp_path):
-    with Stand(tmp_path, on_get=slow, drain_s=30.0) as stand:
-        connection = opened(stand, "/v1/completions", LONG | {"max_tokens": 100, "stream": True})
+    with (
+        Stand(tmp_path, on_get=slow, drain_s=30.0) as stand,
+        opened(stand, "/v1/completions", LONG | {"max_tokens": 100, "stream": True}) as connection,
+    ):
         closing = threading.Thread(target=stand.server.close)
         closing.start()
         rest = b""
