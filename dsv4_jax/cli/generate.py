@@ -14,7 +14,16 @@ from ..manager import CachePolicy, SnapshotPlacement
 from ..text import Tokenizer, stop_tokens_of
 from .answers import Answer, AnswerPrinter
 from .engine import DeviceMemory, answer, choose_size, open_stores, shares_a_block, weights_name
-from .models import add_weights, check, default_form, devices_that_hold, load, weight_bytes
+from .models import (
+    add_drafts,
+    add_weights,
+    check,
+    check_drafts,
+    default_form,
+    devices_that_hold,
+    load,
+    weight_bytes,
+)
 from .options import (
     LATENCY_REQUESTS,
     add_command,
@@ -49,7 +58,6 @@ _EXAMPLES = """
   dsv4-jax generate --checkpoint DIR --tokens 1,2,3 --stop-tokens none       ids in, ids out: needs no tokenizer
 """
 _MIN_CHUNK, _MAX_CHUNK = 64, 2048
-_MAX_OF_MTP = 3  # drafts of a step
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 _SAMPLING = {name: f"--{name.replace('_', '-')}" for name in ("temperature", "top_k", "top_p", "min_p", *_PENALTIES)}
 
@@ -79,8 +87,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     option(steps, "--max-batch", positive, "N", "prompts side by side, if they fit", default=16)
     option(steps, "--chunk", positive, "N", "most tokens of a step (default: what prompts need, at most 2048)")
     option(steps, "--decode-steps", positive, "K", "steps per call: text comes K tokens at a time", default=1)
-    drafts = "tokens that the MTP layer (at most 3) or DSpark guesses ahead and the model verifies (default: none)"
-    option(steps, "--drafts", natural, "N", drafts, dest="draft_tokens", choices=range(9), default=0)
+    add_drafts(steps)
     cached = "compute what prompts begin with once (default: if some begin with the same block)"
     steps.add_argument("--prefix-caching", action=argparse.BooleanOptionalAction, default=None, help=cached)
     option(steps, "--cache-memory", byte_count, "SIZE", "bytes of each device for the cache (default: what is needed)")
@@ -250,12 +257,7 @@ def _options(args: argparse.Namespace, cfg: DSV4Config, prompts: list[Prompt], s
     from ..model import Sampling
 
     drafts = args.draft_tokens
-    if drafts and cfg.dspark is None and cfg.num_mtp_layers != 1:
-        raise OptionError(f"--drafts: one MTP layer drafts, the checkpoint has {cfg.num_mtp_layers}")
-    most = _MAX_OF_MTP if cfg.dspark is None else cfg.dspark.block_size
-    if drafts > most:
-        of = "an MTP layer" if cfg.dspark is None else "a block of the checkpoint's DSpark stages"
-        raise OptionError(f"--drafts: {of} guesses at most {most} tokens, got {drafts}")
+    check_drafts(cfg, drafts)
     if drafts and (args.chunk or _MAX_CHUNK) <= drafts:
         raise OptionError(f"--chunk: a token and its {drafts} drafts are {1 + drafts}, got {args.chunk}")
     with naming(fields=_SAMPLING):

@@ -10,16 +10,18 @@ from typing import Any
 
 from ..config import DSV4Config
 from ..errors import OptionError
-from .options import naming
+from .options import naming, option
 from .printing import Progress
-from .values import given_path, short
+from .values import given_path, natural, short
 
 __all__ = [
     "BUILT_IN",
     "FORMS",
+    "add_drafts",
     "add_model",
     "add_weights",
     "check",
+    "check_drafts",
     "default_form",
     "devices_that_hold",
     "load",
@@ -29,6 +31,7 @@ __all__ = [
 ]
 
 BUILT_IN = ("flash", "pro", "tiny")
+_MAX_OF_MTP = 3  # drafts of a step
 FORMS = ("float32", "bfloat16", "released")
 
 
@@ -63,6 +66,22 @@ def model_file(name: str) -> str | None:
 def add_weights(parser: argparse._ActionsContainer, help: str, default: str | None = None) -> None:
     """Adds `--weights`. `help` says what it is for and what the default is."""
     parser.add_argument("--weights", choices=FORMS, default=default, help=help)
+
+
+def add_drafts(parser: argparse._ActionsContainer) -> None:
+    """Adds `--drafts`, the attribute `draft_tokens`."""
+    drafts = "tokens that the MTP layer (at most 3) or DSpark guesses ahead and the model verifies (default: none)"
+    option(parser, "--drafts", natural, "N", drafts, dest="draft_tokens", choices=range(9), default=0)
+
+
+def check_drafts(cfg: DSV4Config, drafts: int) -> None:
+    """Raises `OptionError` if the checkpoint's draft head does not guess so many tokens."""
+    if drafts and cfg.dspark is None and cfg.num_mtp_layers != 1:
+        raise OptionError(f"--drafts: one MTP layer drafts, the checkpoint has {cfg.num_mtp_layers}")
+    most = _MAX_OF_MTP if cfg.dspark is None else cfg.dspark.block_size
+    if drafts > most:
+        of = "an MTP layer" if cfg.dspark is None else "a block of the checkpoint's DSpark stages"
+        raise OptionError(f"--drafts: {of} guesses at most {most} tokens, got {drafts}")
 
 
 def default_form(

@@ -14,10 +14,10 @@ from typing import Any
 from ..capacity import device_limit
 from ..config import DSV4Config
 from ..errors import FileError, ImplementationError, OptionError
-from ..hf_config import check_drafts, read_hf
+from ..hf_config import read_hf
 from ..text import stop_tokens_of
 from .engine import open_stores, weights_name
-from .models import add_weights, check, default_form, load, weight_bytes
+from .models import add_drafts, add_weights, check, check_drafts, default_form, load, weight_bytes
 from .options import (
     add_command,
     add_implementation,
@@ -82,8 +82,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add_weights(steps, f"{form} (default: released if they are FP8, on a CPU bfloat16; else float32)")
     option(steps, "--chunk", positive, "N", "most tokens of a step (default: 512)")
     option(steps, "--decode-steps", positive, "K", "steps per call while nobody waits", default=1)
-    drafts = "tokens that the MTP layer guesses ahead and the model verifies, at most 3 (default: none)"
-    option(steps, "--drafts", natural, "N", drafts, dest="draft_tokens", choices=range(4), default=0)
+    add_drafts(steps)
     cache = "bytes of each device for the cache (default: what the weights leave, on a CPU 2GiB)"
     option(steps, "--cache-memory", byte_count, "SIZE", cache)
     option(steps, "--host-memory", byte_count, "SIZE", "of this machine, for what the cache has no room for", default=0)
@@ -108,9 +107,7 @@ def run(args: argparse.Namespace) -> int:
         hf = read_hf(args.checkpoint)
         cfg = DSV4Config.from_hf(hf)
         end_tokens = stop_tokens_of(args.checkpoint)
-    with naming("--drafts"):
-        if mtp:
-            check_drafts(hf)
+    check_drafts(cfg, args.draft_tokens)
     layout_from(args, cfg, include_mtp=mtp)
     if args.store is not None and not args.host_memory:
         raise OptionError("--store: what is kept goes there from --host-memory")
@@ -158,7 +155,13 @@ def run(args: argparse.Namespace) -> int:
         with contextlib.suppress(KeyboardInterrupt):
             server.close()
         counts = engine.stats().counts
-    report = {"address": address, "models": names, "begin_s": ready - began, "run_s": time.monotonic() - ready, **counts}
+    report = {
+        "address": address,
+        "models": names,
+        "begin_s": ready - began,
+        "run_s": time.monotonic() - ready,
+        **counts,
+    }
     present(report, args.json, lambda console: None)
     if failed:
         say(f"dsv4-jax serve: error: {failed}")
@@ -200,7 +203,9 @@ def _engine(
     exchanges = opened.enter_context(open_exchanges(mesh))
     stores = opened.enter_context(open_stores(args.store, layout))
     limits = Limits(queued=args.queue)
-    with naming(fields={"max_requests": "--max-requests", "max_context": "--max-context", "hbm_bytes": "--cache-memory"}):
+    with naming(
+        fields={"max_requests": "--max-requests", "max_context": "--max-context", "hbm_bytes": "--cache-memory"}
+    ):
         engine = opened.enter_context(
             Engine.of(
                 params,
@@ -267,7 +272,9 @@ def _keys(path: pathlib.Path) -> dict[str, str]:
         if not words or line.startswith("#"):
             continue
         if len(words) > 2 or len(words[-1]) < 8:
-            raise FileError(f"--api-keys {path}, line {number}: expected NAME KEY or KEY, a key of 8 characters at least")
+            raise FileError(
+                f"--api-keys {path}, line {number}: expected NAME KEY or KEY, a key of 8 characters at least"
+            )
         name = words[0] if len(words) == 2 else f"key{number}"
         if name in keys:
             raise FileError(f"--api-keys {path}, line {number}: {short(name)} is there twice")
