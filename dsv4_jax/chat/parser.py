@@ -58,8 +58,9 @@ class Call:
         spelt: key -> JSON as the model wrote it, of values that are no strings.
     """
 
-    def __init__(self, name: str):
-        self.id, self.name, self.arguments = f"call_{secrets.token_hex(12)}", name, ""
+    def __init__(self, index: int, name: str):
+        # The encoder writes calls in the order of their ids.
+        self.id, self.name, self.arguments = f"call_{index:04}_{secrets.token_hex(10)}", name, ""
         self.spelt: dict[str, str] = {}
 
     def as_dict(self) -> dict[str, Any]:
@@ -302,7 +303,7 @@ class Parser:
             self._begin_value(name[1], kind and kind[1] == "true")
 
     def _begin_call(self, name: str) -> None:
-        self._open = Call(name)
+        self._open = Call(len(self.calls), name)
         self._late, self._inside, self._given = None, "", 0
         self.calls.append(self._open)
         self._pieces.append(CallPiece(len(self.calls) - 1, self._open.id, name))
