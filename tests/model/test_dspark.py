@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv4_jax import AttentionType, CacheLayout, DSV4Config, init_cache, model
+from dsv4_jax import AttentionType, CacheLayout, DSV4Config, cache_sharding, init_cache, model
 from dsv4_jax.config import DSparkHead
 from dsv4_jax.errors import PlanError, ShapeError
 from dsv4_jax.layout import CacheSize
@@ -41,6 +41,13 @@ def fed(params, cache, plan, tokens):
     step = cache.begin(plan)
     residual, step, _, heard = heard_layers(params, step, tokens, None, False, SPARK.target_layer_ids)
     return head(params, residual, cache.layout.cfg), dspark.follow(params, step, heard).finish()
+
+
+def heard_of(params, cache, plan, tokens):
+    """As `fed`, but for what the stages hear in place of the logits."""
+    step = cache.begin(plan)
+    _, step, _, heard = heard_layers(params, step, tokens, None, False, SPARK.target_layer_ids)
+    return jnp.concatenate([*map(dspark.mean_stream, heard)], 1), dspark.follow(params, step, heard).finish()
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -75,7 +82,8 @@ def drafted(params, cache, plan, token, width=5):
 def check_against_the_twin(cfg: DSV4Config, kv_format: str, seeds: range, close: float) -> None:
     """Fed in chunks of any length; blocks behind one token, at the window's length, and after rings have wrapped."""
     layout = CacheLayout(cfg, kv_format, "f32", block_tokens=8, draft_tokens=3, include_mtp=True)
-    runner, rounds = StepRunner(fed, None, layout), kv_format == "fp8"
+    rounds = kv_format == "fp8"  # which the backbone without a cache does not
+    runner = StepRunner(heard_of if rounds else fed, None, layout)
     for seed in seeds:
         params = runner.params = model.init_params(cfg, seed, mtp=True)
         twin, rng = Twin(cfg, params, drafts=3, rounds=rounds), np.random.default_rng(seed)
@@ -87,8 +95,8 @@ def check_against_the_twin(cfg: DSV4Config, kv_format: str, seeds: range, close:
             while start < stop:
                 count = min(int(rng.integers(1, 17)), stop - start)
                 plan = manager.plan_step([(request, count)], shape=runner.shape)
-                _, cache = runner.run(cache, manager, plan)
-                twin.commit(heard[start : start + count], start)
+                out, cache = runner.run(cache, manager, plan)
+                twin.commit(out[:count].astype(np.float64) if rounds else heard[start : start + count], start)
                 start += count
             request.tokens += [TEXT[stop], 0, 0]
             plan = manager.plan_step([(request, 3)], shape=runner.shape)  # and none of it is kept
@@ -331,3 +339,30 @@ def test_drafts_that_are_not_possible(params) -> None:
         model.draft_step(params, init_cache(bare, size), plan, tokens, drafts, 2)
     with pytest.raises(PlanError, match="drafts=6: a block of the model's DSpark stages has 5"):
         model.generate(params, cache, manager, [[1]], max_new_tokens=2, drafts=6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "pool"), [((1, 2), False), ((2, 1), False), ((1, 2), True)])
+def test_a_mesh_drafts_as_one_device_does(params, shape, pool) -> None:
+    """Heads, requests or blocks over two devices, loops of two steps: the tokens of no drafts at all."""
+    given, split = leaning(params, 0.02), model.Split(*shape)
+    mesh, expected = split.mesh(), generate(given)[0]
+    layout, size = OF_ONE, SIZE
+    axis = dict(pool_axis="tensor") if pool else {}
+    size = dataclasses.replace(SIZE, num_blocks=12, pool_ranks=2) if pool else SIZE
+    shards = shape[0]
+    cache = init_cache(layout, size, sharding=cache_sharding(layout, mesh, **axis))
+    managers = [KVCacheManager(layout, size) for _ in range(shards)]
+    sizes = []
+    drawn, _ = model.generate(
+        model.shard_params(ONE, given, mesh),
+        cache,
+        managers if shards > 1 else managers[0],
+        PROMPTS,
+        max_new_tokens=NEW,
+        chunk_tokens=16,
+        drafts=3,
+        decode_steps=2,
+        on_step=lambda brought: sizes.extend(len(tokens) for tokens in brought.tokens.values() if tokens),
+    )
+    assert drawn == expected and 4 < max(sizes) <= 8
