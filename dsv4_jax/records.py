@@ -41,6 +41,7 @@ __all__ = [
     "block_record",
     "page_bytes",
     "record_format",
+    "snapshot_layouts",
     "snapshot_record",
     "state_blocks",
     "state_pages",
@@ -59,6 +60,21 @@ def block_record(layout: CacheLayout) -> RecordFormat:
 def snapshot_record(layout: CacheLayout) -> RecordFormat:
     """Returns the record of a state at a block boundary."""
     return RecordFormat("slot", *_laid_out(_carried(layout)))
+
+
+@functools.lru_cache(maxsize=64)
+def snapshot_layouts(layout: CacheLayout) -> tuple[CacheLayout, ...]:
+    """Returns the layouts with whose snapshot records this one's can do, itself first.
+
+    A model with DSpark's stages has a second one, that with their windows or without: they are the last piece, so the
+    shorter record begins the longer one, and what it lacks is zeros, rows that nobody has stored.
+    """
+    if layout.cfg.dspark is None:
+        return (layout,)
+    rows = layout.kv_row.name, layout.index_row.name
+    sizes = dict(block_tokens=layout.block_tokens, draft_tokens=layout.draft_tokens)
+    choices: dict[str, Any] = dict(hca_state=layout.hca_state, key_split=layout.key_split)
+    return layout, CacheLayout(layout.cfg, *rows, **sizes, **choices, include_mtp=not layout.include_mtp)
 
 
 @functools.lru_cache(maxsize=64)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..capacity import largest_fitting
 from ..errors import OptionError
 from ..layout import CacheLayout, CacheSize
-from ..records import block_record, snapshot_record
+from ..records import block_record, snapshot_layouts, snapshot_record
 from .answers import Answer, AnswerPrinter, Speed
 from .options import naming
 from .printing import Progress, human
@@ -112,9 +112,11 @@ def open_stores(folder: pathlib.Path | None, layout: CacheLayout) -> Iterator[tu
 
     with contextlib.ExitStack() as opened, naming("--store"):
         folder.mkdir(parents=True, exist_ok=True)
+        # With and without drafts alike, where both can do with the same records.
+        states = max(snapshot_layouts(layout), key=lambda each: snapshot_record(each).bytes)
         kinds = (
             ("blocks", block_record(layout).bytes, layout.block_fingerprint),
-            ("states", snapshot_record(layout).bytes, layout.snapshot_fingerprint),
+            ("states", snapshot_record(states).bytes, states.snapshot_fingerprint),
         )
         stores = []
         for name, size, fingerprint in kinds:

@@ -28,7 +28,7 @@ from ..errors import LayoutError, StoreFormatError
 from ..manager import KVCacheManager, MediaItem, Namespace
 from ..manager.storage_tier import StorageMove, StorageTier
 from ..plan import own_ids
-from ..records import block_record, snapshot_record
+from ..records import block_record, snapshot_layouts, snapshot_record
 from ..stores import AsyncStore
 from .host_cache import HostCache
 from .host_records import gather_of_ranks, scatter_of_ranks
@@ -121,12 +121,15 @@ class StorageDriver:
         self._shards = check_integer("shards", shards, 1, error=LayoutError)
         self._shard = check_integer("shard", shard, 0, self._shards - 1, error=LayoutError)
         self._calls = StoreCalls({"block": blocks, **({"slot": snapshots} if snapshots is not None else {})}, clock)
-        sizes = {"block": block_record(layout).bytes, "slot": snapshot_record(layout).bytes}
+        states = tuple(snapshot_record(each).bytes for each in snapshot_layouts(layout))
+        sizes = {"block": (block_record(layout).bytes,), "slot": states}
         for scope, store in self._calls.stores.items():
-            have, want = (store.store.record_bytes, store.store.key_bytes), (sizes[scope], 32)
-            if have != want:
-                raise StoreFormatError(f"{scope} store: (record, key) bytes are {have}, expected {want}")
-        self._record_bytes = sizes
+            have, wanted = (store.store.record_bytes, store.store.key_bytes), [(size, 32) for size in sizes[scope]]
+            if have not in wanted:
+                expected = " or ".join(map(str, wanted))
+                raise StoreFormatError(f"{scope} store: (record, key) bytes are {have}, expected {expected}")
+        self._stored_bytes = {scope: store.store.record_bytes for scope, store in self._calls.stores.items()}
+        self._record_bytes = {scope: min(size, sizes[scope][0]) for scope, size in self._stored_bytes.items()}
         self._lookup_deadline = check_seconds("lookup_deadline", lookup_deadline, error=StoreFormatError)
         self._deadline = check_seconds("deadline", deadline, error=StoreFormatError)
         manager.need_weights_id()
@@ -219,7 +222,7 @@ class StorageDriver:
         scope, keys = item.moves[0].scope, [move.key for move in item.moves]
         try:
             pages = np.asarray(item.records).reshape(-1, len(item.moves[0].pages) * item.records.shape[1])
-            records = list(pages[item.rows, : self._record_bytes[scope]])
+            records = list(self._whole(scope, pages[item.rows, : self._record_bytes[scope]]))
         except BaseException:  # the copy out failed
             self._saves.remove(item)
             raise
@@ -228,6 +231,11 @@ class StorageDriver:
             self._writes.append(_Write(item.moves, [call]))
         if call.future is not None or self._calls.clock() >= item.until:
             self._saves.remove(item)
+
+    def _whole(self, scope: str, records: np.ndarray) -> np.ndarray:
+        """Records as long as the store's: what the layout does not have of them is zeros."""
+        missing = self._stored_bytes[scope] - records.shape[1]
+        return np.pad(records, ((0, 0), (0, missing))) if missing else records
 
     # From storage
 
@@ -265,7 +273,8 @@ class StorageDriver:
                 done = call.flags() or [False] * len(moves)
                 good = [i for i, read_it in enumerate(done) if read_it and self.tier.is_current(moves[i])]
                 if good:
-                    (ids, rows), read = self._dealt_out(pages, [moves[i] for i in good]), item.buffers[call.scope]
+                    ids, rows = self._dealt_out(pages, [moves[i] for i in good])
+                    read = item.buffers[call.scope][:, : self._record_bytes[call.scope]]
                     records = np.zeros((len(ids), ids.shape[1] * pages.shape[1]), np.uint8)
                     records[rows, : read.shape[1]] = read[good]
                     pages = scatter_of_ranks(pages, records.reshape(ids.size, -1), ids.ravel())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from dsv4_jax.testing import StepRunner
 from dsv4_jax.testing.live import assert_same_bytes
 from dsv4_jax.tiers.storage_driver import StorageDriver
 
+from ..model import test_dspark
 from .engine import CFG, runner
 from .handed import HandedMixes
 
@@ -36,8 +38,12 @@ def objects(path: pathlib.Path, **what: Any) -> ObjectStore:
 class Server:
     """A manager, its cache and host records, and stores in a folder."""
 
-    def __init__(self, runner: StepRunner, folder: pathlib.Path, make: Callable[..., Any]):
+    def __init__(
+        self, runner: StepRunner, folder: pathlib.Path, make: Callable[..., Any], stored: dsv4.CacheLayout | None = None
+    ):
+        """`stored`: the layout whose records the stores have; default: the runner's."""
         layout, self.runner = runner.layout, runner
+        stored = stored or layout
         policy = CachePolicy(snapshots=SnapshotPlacement(every=1))
         self.manager = dsv4.KVCacheManager(layout, runner.size, policy=policy, host=HOST, weights_id="weights")
         self.cache = dsv4.init_cache(layout, runner.size)
@@ -45,8 +51,8 @@ class Server:
         self.stores = [
             AsyncStore(make(folder / name, record_bytes=record.bytes, fingerprint=fingerprint))
             for name, record, fingerprint in (
-                ("blocks", block_record(layout), layout.block_fingerprint),
-                ("snapshots", snapshot_record(layout), layout.snapshot_fingerprint),
+                ("blocks", block_record(stored), stored.block_fingerprint),
+                ("snapshots", snapshot_record(stored), stored.snapshot_fingerprint),
             )
         ]
         self.driver = StorageDriver(self.manager, *self.stores)
@@ -101,6 +107,43 @@ def test_what_one_has_stored_the_other_continues_as_its_own(tmp_path, written, r
     np.testing.assert_array_equal(logits.view(np.uint32), cold.logits[24:].view(np.uint32))
     assert_same_bytes(second.runner.live(second.cache, request), cold.live)
     assert [store.store.stats().foreign for store in second.stores] == [0, 0]
+    second.close()
+
+
+@functools.cache
+def stages(drafts: bool) -> StepRunner:
+    """A model with DSpark's stages, whose rows are kept or not."""
+    layout = dsv4.CacheLayout(test_dspark.CFG, "f32", "f32", block_tokens=8, draft_tokens=2, include_mtp=drafts)
+    step = test_dspark.fed if drafts else dsv4.model.forward
+    return StepRunner(step, dsv4.model.init_params(test_dspark.CFG, 1, mtp=True), layout)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("written", [False, True])
+def test_states_without_rows_of_stages_are_hits_of_who_drafts(tmp_path, written, stored):
+    """And the reverse. After a window of tokens the rows are those of a request that always had them."""
+    of_stores = stages(stored).layout
+    first = Server(stages(written), tmp_path, slab, of_stores)
+    request = first.manager.admit_request(PROMPT)
+    for count in (8, 8, 8, 5):
+        first.step(request, count)
+    first.manager.release_request(request)
+    first.store()
+    assert [store.store.stats().written for store in first.stores] == [3, 3]
+    first.close()
+    second = Server(stages(not written), tmp_path, slab, of_stores)
+    tokens = PROMPT + PROMPT[:9]
+    second.fetch(tokens)
+    request = second.manager.admit_request(tokens)
+    assert request.num_hit == 24
+    cold = second.runner.alone(tokens)
+    logits = [second.step(request, 1)]
+    if not written:  # of the rows of 25 tokens the last alone is there
+        (rows,) = second.runner.live(second.cache, request)["draft"]
+        assert rows.any(-1).tolist() == [[False] * 5 + [True]] * 3
+    logits = np.concatenate([*logits, *(second.step(request, count) for count in (4, 9))])
+    np.testing.assert_array_equal(logits.view(np.uint32), cold.logits[24:].view(np.uint32))
+    assert_same_bytes(second.runner.live(second.cache, request), cold.live)
     second.close()
 
 
