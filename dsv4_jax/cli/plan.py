@@ -57,7 +57,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     share = f"of the bytes of blocks and snapshots (default: {SNAPSHOT_FRACTION})"
     option(states, "--snapshot-fraction", fraction, "F", share)
     option(parser, "--plot", picture_file, "PNG", "draw requests over context for this memory")
-    weights = "--hbm is for the model's weights too, without MTP layers, in this dtype or as released"
+    drafts = "a step, by the model's own head (MTP or DSpark): with its state, and its weights (default: without)"
+    option(parser, "--drafts", positive, "N", drafts)
+    weights = "--hbm is for the model's weights too, in this dtype or as released"
     add_weights(parser, f"{weights} (default: for the cache alone)")
     option(parser, "--devices", positive, "N", "that share the weights, each of them with --hbm", default=1)
     option(parser, "--tensor", positive, "N", "of them, have the same requests and share the heads", default=1)
@@ -77,10 +79,17 @@ def run(args: argparse.Namespace) -> int:
         raise OptionError(
             f"--pool-ranks: {args.pool_ranks} is not --tensor {args.tensor}: who shares blocks, shares heads"
         )
-    layout = layout_from(args, cfg)
-    weights = weight_bytes(cfg, args.weights, args.devices, args.tensor) if args.weights else 0
+    mtp = args.drafts is not None
+    if mtp:
+        if args.draft_tokens:
+            raise OptionError("--draft-tokens: --drafts has room for its own")
+        if not cfg.num_draft_layers:
+            raise OptionError("--drafts: the model has no layers that draft")
+        args.draft_tokens = args.drafts
+    layout = layout_from(args, cfg, include_mtp=mtp)
+    weights = weight_bytes(cfg, args.weights, args.devices, args.tensor, mtp=mtp) if args.weights else 0
     if args.hbm is not None and weights >= args.hbm:
-        fewest = devices_that_hold(cfg, args.weights, args.hbm, more_than=args.devices)
+        fewest = devices_that_hold(cfg, args.weights, args.hbm, more_than=args.devices, mtp=mtp)
         raise OptionError(f"--hbm: {human(args.hbm)} are too few: weights take {human(weights)}{fewest}")
     shards = args.devices // args.tensor
     requests = None if args.requests is None else -(-args.requests // shards)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -17,7 +18,7 @@ import pytest
 from dsv4_jax import DSV4Config, model
 from dsv4_jax.cli import doctor, main
 from dsv4_jax.cli import logits as logits_command
-from dsv4_jax.config import AttentionType
+from dsv4_jax.config import AttentionType, DSparkHead
 
 from .refusals import refused
 
@@ -64,6 +65,24 @@ def test_usage_errors(capsys):
     refused(
         capsys, ["plan", "--context", "8", "--requests", "1", "--block-tokens", "100"], "--block-tokens must be", "128"
     )
+
+
+def test_plan_with_drafts(capsys, tmp_path):
+    """The state of the model's own head, and its weights."""
+    head = DSparkHead(5, 128799, (40, 41, 42), 256)
+    cfg = dataclasses.replace(DSV4Config.flash(), num_mtp_layers=0, dspark=head)
+    (tmp_path / "config.json").write_text(json.dumps(cfg.to_hf("bfloat16")))
+    argv = ["plan", "--model", str(tmp_path), "--requests", "8", "--context", "8K", "--weights", "released", "--json"]
+    reports = []
+    for more in ((), ("--draft-tokens", "5"), ("--drafts", "5")):
+        assert main([*argv, *more]) == 0
+        reports.append(json.loads(capsys.readouterr().out))
+    _, room, whole = (report["bytes_by_pool"] for report in reports)
+    assert whole["draft"] % 233_016 == 0 < whole["draft"] and "draft" not in room
+    assert whole.keys() - room.keys() == {"draft"}
+    assert reports[2]["weight_bytes"] == model.device_bytes(cfg, mtp=True) > reports[1]["weight_bytes"]
+    refused(capsys, [*argv, "--drafts", "5", "--draft-tokens", "2"], "--draft-tokens: --drafts has room for its own")
+    refused(capsys, ["plan", "--model", "tiny", *argv[3:7], "--drafts", "2"], "--drafts: the model has no layers that")
 
 
 @pytest.mark.slow
