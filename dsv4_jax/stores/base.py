@@ -102,5 +102,9 @@ class RecordStore(Protocol):
 
     def close(self) -> None:
         """Flushes and lets go. Any thread may call it: it waits for calls under way. A second call does nothing, but
-        finish what an interrupted first one left."""
+        finish what an interrupted first one left.
+
+        Those of this package take a `timeout` in seconds, after which they raise `StoreBusyError`: a disk, a network or
+        a client may hang.
+        """
         ...

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import queue
+import threading
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from ..errors import ShapeError, StoreBusyError, StoreFormatError
 from .base import Buffers
 
-__all__ = ["check_keys", "check_process", "check_records"]
+__all__ = ["check_keys", "check_process", "check_records", "end_within"]
 
 
 def check_process(owner: int) -> None:
@@ -18,6 +20,45 @@ def check_process(owner: int) -> None:
     in whatever state they were, and none of its threads."""
     if (here := os.getpid()) != owner:
         raise StoreBusyError(f"the store is open in process {owner}, of which {here} is a forked child")
+
+
+def end_within(
+    what: str,
+    end: Callable[[], object],
+    seconds: float | None,
+    start: Callable[[Callable[[], None]], object] | None = None,
+) -> None:
+    """Calls `end`, which may hang: then, after so many seconds, it is left to itself. None: waits for it.
+
+    Args:
+        start: has another thread call what it is given; default: a new one, which there may be none of while the
+            interpreter ends.
+
+    Raises: what `end` raises, and `StoreBusyError` if it takes longer.
+    """
+    if seconds is None:
+        end()
+        return
+    ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            end()
+        except BaseException as error:
+            ended.put(error)
+        else:
+            ended.put(None)
+
+    if start is not None:
+        start(run)
+    else:
+        threading.Thread(target=run, name="dsv4-store-end", daemon=True).start()
+    try:
+        error = ended.get(timeout=max(seconds, 0.0))
+    except queue.Empty:
+        raise StoreBusyError(f"{what} has not ended after {seconds:.1f} s") from None
+    if error is not None:
+        raise error
 
 
 def check_keys(keys: Sequence[bytes], key_bytes: int) -> list[bytes]:

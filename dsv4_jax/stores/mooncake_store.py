@@ -19,7 +19,7 @@ import numpy as np
 from ..checks import check_integer, shown
 from ..errors import StoreError, StoreFormatError
 from .base import Buffers, Flags, StoreStats
-from .checks import check_keys, check_process, check_records
+from .checks import check_keys, check_process, check_records, end_within
 from .checksum import checksum
 from .record_header import (
     HEADER_BYTES,
@@ -151,9 +151,17 @@ class MooncakeStore:
         """Nothing to do: what was written is where it will be."""
         self._check()
 
-    def close(self) -> None:
-        if os.getpid() != self._process:
-            return
+    def close(self, timeout: float | None = None) -> None:
+        """Waits for the call under way, then has the client let go of the memory.
+
+        Raises:
+            StoreBusyError: it is not done after `timeout` seconds, since the client hangs. A later call finishes it.
+            StoreError: the client refuses.
+        """
+        if os.getpid() == self._process:
+            end_within("close: Mooncake's client", self._let_go, timeout)
+
+    def _let_go(self) -> None:
         with self._lock:
             if not self._closed:
                 self._closed = True

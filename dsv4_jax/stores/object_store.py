@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import re
+import stat
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,6 +39,7 @@ from .record_header import (
 
 __all__ = ["ObjectStore"]
 
+_MAX_SHUNNED = 4096
 _LEFTOVER = re.compile(r"([0-9a-f]+|manifest\.ocdbt)\.__lock")  # of a record, or of OCDBT's own files
 
 
@@ -51,13 +54,16 @@ class ObjectStore:
     removes what is older than the deadline of a call, by tensorstore's own locking: no writer that lives is disturbed.
 
     What is in the place is not trusted with more than misses: of an object no more is read than a record has, and one
-    that cannot be read is a miss. A call raises only if it could read nothing.
+    that cannot be read, or is no file where files are kept (a FIFO, say), is a miss. A call raises only if it could
+    read nothing. An object that has not answered for `patience` seconds, while others have, is a miss as well, and is
+    not asked for again for `deadline` seconds: it costs nobody else's record.
 
     Args:
         spec: a tensorstore KvStore spec, such as `{"driver": "s3", "bucket": "b", "path": "kv/"}` or `"file:///x/"`.
         record_bytes, fingerprint, key_bytes: as of `SlabStore`.
         in_flight: records on their way at once; the memory held is this many records.
         deadline: seconds that a call may take, opening too. What was asked may still happen after it.
+        patience: see above.
         clock: what deadlines are measured with, in seconds.
 
     Attributes:
@@ -78,6 +84,7 @@ class ObjectStore:
         key_bytes: int = 32,
         in_flight: int = 64,
         deadline: float = 30.0,
+        patience: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.record_bytes = check_integer("record_bytes", record_bytes, 1, error=StoreFormatError)
@@ -85,6 +92,9 @@ class ObjectStore:
         self._in_flight = check_integer("in_flight", in_flight, 1, error=StoreFormatError)
         self._fingerprint = fingerprint_digest(fingerprint)
         self._deadline, self._clock = check_seconds("deadline", deadline, error=StoreFormatError), clock
+        self._patience = check_seconds("patience", patience, error=StoreFormatError)
+        self._shunned: dict[bytes, float] = {}  # keys that have not answered, and until when they are not asked for
+        self._answered = -math.inf  # when the store last did
         try:
             import tensorstore
         except ImportError as error:
@@ -95,6 +105,8 @@ class ObjectStore:
             raise StoreBusyError(f"cannot open the key-value store {spec!r} within {deadline} s") from error
         except Exception as error:  # tensorstore raises many kinds
             raise StoreError(f"cannot open the key-value store {spec!r}: {error}") from error
+        kept = self.kv.spec().to_json() if hasattr(self.kv, "spec") else {}
+        self._folder = kept["path"] if kept.get("driver") == "file" else None
         self._warned = False
         self._value_bytes = HEADER_BYTES + self.record_bytes
         self._stats, self._lock, self._closed, self._process = StoreStats(), threading.Lock(), False, os.getpid()
@@ -116,8 +128,7 @@ class ObjectStore:
         verdicts: list[str | StoreError] = []
         for batch in self._batches(keys):
             # The last bytes of each: none if it is shorter, and no header if it is longer.
-            end = slice(-self._value_bytes, None)
-            answers = self._wait("read", [self.kv.read(_name(key), byte_range=end) for key in keys[batch]], until)
+            answers = self._read(keys[batch], slice(-self._value_bytes, None), until)
             found = [self._judge(key, answer) for key, answer in zip(keys[batch], answers, strict=True)]
             for view, answer, verdict in zip(views[batch], answers, found, strict=True):
                 if verdict == "good":
@@ -169,7 +180,8 @@ class ObjectStore:
         """Nothing to do: tensorstore's writes are durable when they return."""
         self._start()
 
-    def close(self) -> None:
+    def close(self, timeout: float | None = None) -> None:
+        """Waits for nothing: calls under way have deadlines of their own."""
         self._closed = True
 
     def __enter__(self) -> ObjectStore:
@@ -208,8 +220,66 @@ class ObjectStore:
         return answers
 
     def _headers(self, keys: list[bytes], until: float) -> list[Any]:
-        head = slice(0, HEADER_BYTES)
-        return self._wait("read", [self.kv.read(_name(key), byte_range=head) for key in keys], until)
+        return self._read(keys, slice(0, HEADER_BYTES), until)
+
+    def _read(self, keys: list[bytes], part: slice, until: float) -> list[Any]:
+        """What each object gives of its bytes, be it a `StoreError`; one that hangs gives one.
+
+        Raises: as `_wait`, if none has answered, or the deadline has passed.
+        """
+        began = self._clock()
+        answers: dict[bytes, Any] = {key: problem for key in keys if (problem := self._problem(key, began))}
+        waiting = {key: self.kv.read(_name(key), byte_range=part) for key in keys if key not in answers}
+        limit, heard = min(until, began + self._patience), False
+        try:
+            while waiting:
+                before = len(waiting)
+                for key, future in list(waiting.items()):
+                    try:
+                        answers[key] = future.result(timeout=max(0.0, limit - self._clock()))
+                    except TimeoutError:
+                        continue
+                    except Exception as error:  # tensorstore raises many kinds
+                        answers[key] = StoreError(f"key-value store: read failed: {error}")
+                        answers[key].__cause__ = error
+                    del waiting[key]
+                now = self._clock()
+                if len(waiting) < before:
+                    self._answered, heard = now, True
+                if not waiting:
+                    break
+                heard = heard or self._answered > began  # by somebody else
+                late = StoreBusyError(f"key-value store: read did not answer within {self._deadline} s")
+                if now >= until or (len(waiting) == before and heard):
+                    if heard:  # else it is the store, and not these objects
+                        self._shun(waiting, now)
+                    if now >= until:
+                        raise late
+                    answers.update(dict.fromkeys(waiting, late))
+                    break
+                limit = until if len(waiting) == before else min(until, now + self._patience)
+        finally:
+            for future in waiting.values():
+                future.cancel()
+        return [answers[key] for key in keys]
+
+    def _problem(self, key: bytes, now: float) -> StoreError | None:
+        """Why an object is not asked for."""
+        if (until := self._shunned.get(key)) is not None:
+            if now < until:
+                return StoreError(f"key-value store: {_name(key)} has not answered lately")
+            self._shunned.pop(key, None)
+        if self._folder is not None:
+            with contextlib.suppress(OSError):  # of whatever kind: the store says so
+                if not stat.S_ISREG(os.stat(self._folder + _name(key)).st_mode):
+                    return StoreError(f"key-value store: {_name(key)} is no file")
+        return None
+
+    def _shun(self, keys: Iterable[bytes], now: float) -> None:
+        with self._lock:
+            self._shunned.update(dict.fromkeys(keys, now + self._deadline))
+            while len(self._shunned) > _MAX_SHUNNED:
+                del self._shunned[next(iter(self._shunned))]
 
     def _present(self, keys: list[bytes], until: float) -> list[bool]:
         return [self._is_ours(key, answer) for key, answer in zip(keys, self._headers(keys, until), strict=True)]
@@ -247,9 +317,9 @@ class ObjectStore:
             found = self._wait("read", [self.kv.read(_name(key), byte_range=slice(0, 0)) for key in short], until)
             end = slice(-self._value_bytes, None)
             again = self._wait("read", [self.kv.read(_name(key), byte_range=end) for key in short], until)
-            for key, stat, answer in zip(short, found, again, strict=True):
-                if not isinstance(stat, StoreError) and _is_short(answer):
-                    stamps[key] = stat.stamp
+            for key, whole, answer in zip(short, found, again, strict=True):
+                if not isinstance(whole, StoreError) and _is_short(answer):
+                    stamps[key] = whole.stamp
         gone = [self.kv.write(_name(key), None, if_equal=stamp.generation) for key, stamp in stamps.items()]
         self._wait("delete", gone, until)
 
@@ -261,8 +331,6 @@ class ObjectStore:
         """
         kv, spec = self.kv, self.kv.spec().to_json()
         folders = [""]
-        if spec["driver"] == "ocdbt":
-            kv, spec, folders = self.kv, self.kv.spec().to_json(), [""]
         if spec["driver"] == "ocdbt":
             kv, spec, folders = self.kv.base, spec["base"], ["", "d/"]
         if spec["driver"] != "file":

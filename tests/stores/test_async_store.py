@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax.errors import ShapeError, StoreBusyError, StoreError, StoreFormatError
-from dsv4_jax.stores import AsyncStore, SlabStore, StoreStats
+from dsv4_jax.stores import AsyncStore, MooncakeStore, SlabStore, StoreStats, async_store
 
 from ..clock import PATIENCE
 from .samples import FINGERPRINT, RECORD_BYTES, key, keys, read, records
@@ -224,6 +224,104 @@ for i in range(64):
     subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)
     with SlabStore(tmp_path / "slab", record_bytes=RECORD_BYTES, max_records=64, fingerprint=FINGERPRINT) as store:
         assert read(store, *range(64)) == list(range(64))
+
+
+HANGS = {
+    "a store": """
+class Hangs:
+    record_bytes, key_bytes = RECORD_BYTES, 32
+    def write(self, *_):
+        threading.Event().wait()
+inner = Hangs()
+""",
+    "Mooncake's client": """
+class Client:
+    def register_buffer(self, *_):
+        return 0
+    def batch_is_exist(self, *_):
+        threading.Event().wait()
+inner = MooncakeStore(Client(), record_bytes=RECORD_BYTES, fingerprint=FINGERPRINT)
+""",
+    "a bucket": """
+import socket
+silent = socket.create_server(("127.0.0.1", 0))  # which takes connections and says nothing
+url = f"http://127.0.0.1:{silent.getsockname()[1]}/"
+inner = ObjectStore({"driver": "http", "base_url": url}, record_bytes=RECORD_BYTES, fingerprint=FINGERPRINT)
+""",
+}
+
+
+@pytest.mark.parametrize("what", HANGS)
+def test_the_interpreter_ends_though_it_hangs(what):
+    """Within the time that was given, and it says that something is lost."""
+    if what == "a bucket":
+        pytest.importorskip("tensorstore")
+    code = f"""
+import threading
+from dsv4_jax.stores import AsyncStore, MooncakeStore, ObjectStore
+from tests.stores.samples import *
+{HANGS[what]}
+store, other = AsyncStore(inner, exit_timeout=0.3), AsyncStore(inner, exit_timeout=0.3)
+for i in range(20):
+    store.write(keys(i), records(i))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=25)
+    assert "hangs: 20 calls are lost at exit" in done.stderr
+
+
+def test_a_call_that_hangs_holds_up_its_own_keys_only(monkeypatch):
+    monkeypatch.setattr(async_store, "_STUCK", 0.02)
+    gate, hanging = Gate(), threading.Event()
+    gate.open.set()
+    answer = gate._call
+
+    def call(name, some):
+        assert key(0) not in some or hanging.wait(PATIENCE)
+        return answer(name, some)
+
+    gate._call = call
+    with AsyncStore(gate, workers=2) as store:
+        stuck = [store.contains(keys(0, i)) for i in (0, 1)] + [store.read_into(keys(0), buffers(1))]
+        more = [store.contains([key(0)]) for _ in range(20)]  # behind it, in no thread
+        for i in range(2, 30):
+            assert store.contains(keys(i)).result(PATIENCE).all()
+        assert not any(each.done() for each in (*stuck, *more))
+        with pytest.raises(StoreBusyError, match="23 calls not done"):
+            store.drain(0.01)
+        hanging.set()
+        store.drain(PATIENCE)
+
+
+@pytest.mark.parametrize("name", ["flush", "close"])
+def test_what_ends_a_store_has_a_time(name):
+    gate, goes_on = Gate(), threading.Event()
+    setattr(gate, name, lambda: goes_on.wait(PATIENCE))
+    store = AsyncStore(gate)
+    gate.open.set()
+    store.contains(keys(1)).result(PATIENCE)
+    with pytest.raises(StoreBusyError, match=f"{name} has not ended after"):
+        getattr(store, name)(0.02)
+    goes_on.set()
+    store.close(PATIENCE)
+
+
+def test_stores_close_in_time(tmp_path):
+    """Behind a call that hangs; when it has ended, the next close does it."""
+    slab = SlabStore(tmp_path / "slab", record_bytes=RECORD_BYTES, max_records=4, fingerprint=FINGERPRINT)
+
+    class Client:
+        def register_buffer(self, *_):
+            return 0
+
+        unregister_buffer = register_buffer
+
+    mooncake = MooncakeStore(Client(), record_bytes=RECORD_BYTES, fingerprint=FINGERPRINT)
+    for store in (slab, mooncake):
+        with store._lock, pytest.raises(StoreBusyError, match="has not ended after"):
+            store.close(0.02)
+        store.close(PATIENCE)
+        with pytest.raises(StoreError, match="closed"):
+            store.contains(keys(0))
 
 
 def test_a_callback_that_ends_threads_ends_none_of_ours(monkeypatch):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import http.server
 import os
 import pathlib
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
 
@@ -280,7 +282,7 @@ class Late:
 def test_a_deadline_is_of_the_whole_call(tmp_path):
     """Not of each object, and not of each batch of them."""
     clock = FakeClock()
-    with make(tmp_path, deadline=PATIENCE, clock=clock, in_flight=1) as store:
+    with make(tmp_path, deadline=PATIENCE, patience=PATIENCE, clock=clock, in_flight=1) as store:
         store.write(keys(0, 1, 2), records(0, 1, 2))
         store.kv = slow = Half(clock, store.kv)
         assert read(store, 0, 1) == [0, 1]
@@ -361,6 +363,68 @@ def test_an_object_that_cannot_be_read_costs_its_own_record(tmp_path):
             read(store, 2)
 
 
+def test_what_is_no_file_costs_its_own_record(tmp_path):
+    """Whoever opened a FIFO would wait for its other end, in a thread that others need."""
+    with make(tmp_path, deadline=20) as store:
+        store.write(keys(0, 1), records(0, 1))
+        for i in range(2, 40):
+            os.mkfifo(tmp_path / "kv" / key(i).hex())
+        assert read(store, 0, *range(2, 40), 1) == [0, 1]
+        assert store.contains(keys(0, 2)).tolist() == [True, False]
+        with pytest.raises(StoreError, match="is no file"):
+            read(store, 2)
+        assert store.write(keys(2), records(2)).all() and read(store, 2, 3) == [2], "a record takes its place"
+
+
+def test_an_object_that_hangs_costs_its_own_record(tmp_path):
+    """Of a bucket that answers for all others: while it is asked for the first time, and not again for a while."""
+    with make(tmp_path) as store:
+        store.write(keys(*range(6)), records(*range(6)))
+    asked, hangs = [], f"/{key(3).hex()}"
+
+    class Bucket(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self):
+            asked.append(self.path)
+            if self.path == hangs:
+                goes_on.wait(PATIENCE)
+            try:
+                data = (tmp_path / "kv" / self.path[1:]).read_bytes()
+            except OSError:
+                data = None
+            low, _, high = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
+            part = b"" if data is None else data[int(low) : int(high or len(data)) + 1] if low else data[-int(high) :]
+            self.send_response(404 if data is None else 206)
+            if data is not None:
+                start = int(low) if low else len(data) - len(part)
+                self.send_header("Content-Range", f"bytes {start}-{start + len(part) - 1}/{len(data)}")
+            self.send_header("Content-Length", str(len(part)))
+            self.end_headers()
+            self.wfile.write(part)
+
+        def log_message(self, *_):
+            pass
+
+    goes_on = threading.Event()
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Bucket)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    spec = {"driver": "http", "base_url": f"http://127.0.0.1:{server.server_port}/"}
+    try:
+        options = dict(record_bytes=RECORD_BYTES, fingerprint=FINGERPRINT, deadline=PATIENCE, patience=0.3)
+        with ObjectStore(spec, **options) as store:
+            assert read(store, 3, 0, 1, 2) == [0, 1, 2]
+            assert store.contains(keys(4, 3, 5)).tolist() == [True, False, True]
+            assert read(store, 0, 3, 4, 5) == [0, 4, 5] and asked.count(hangs) == 1
+            with pytest.raises(StoreError, match="has not answered lately"):
+                read(store, 3)
+    finally:
+        goes_on.set()
+        server.shutdown()
+        server.server_close()
+
+
 def test_a_damaged_object_that_cannot_be_deleted_is_a_miss(tmp_path):
     with make(tmp_path) as store:
         store.write(keys(0, 1), records(0, 1))
@@ -398,6 +462,7 @@ def test_a_damaged_object_that_cannot_be_deleted_is_a_miss(tmp_path):
         {"deadline": float("nan")},
         {"deadline": None},
         {"deadline": "1"},
+        {"patience": 0},
         {"fingerprint": None},
     ],
 )

@@ -27,7 +27,7 @@ import numpy as np
 from ...checks import check_boolean, check_integer
 from ...errors import StoreError, StoreFormatError
 from ..base import Buffers, Flags, StoreStats
-from ..checks import check_keys, check_process, check_records
+from ..checks import check_keys, check_process, check_records, end_within
 from ..checksum import checksums
 from ..record_header import (
     HEADER_BYTES,
@@ -254,9 +254,13 @@ class SlabStore:
         with self._using():
             self.file.sync()
 
-    def close(self) -> None:
-        if os.getpid() != self._process:
-            return
+    def close(self, timeout: float | None = None) -> None:
+        """As `RecordStore.close`. Raises `StoreBusyError` if it takes longer than `timeout` seconds, as the disk hangs:
+        then it goes on, and a later call waits for it."""
+        if os.getpid() == self._process:
+            end_within("close", self._let_go, timeout)
+
+    def _let_go(self) -> None:
         with self._lock:  # so that every close returns when the file is let go, and one can finish another's work
             self._closed = True
             self._idle.wait_for(lambda: self._calls == 0)
