@@ -138,7 +138,7 @@ class Core:
             raise PlanError(f"limits must be Limits, got {shown(limits)}")
         if remote is not None and len(self.managers) > 1:
             raise PlanError(f"hand-offs are of one data shard, here are {len(self.managers)}")
-        self.shapes, self.limits, self.storage = shapes, limits, [*storage]
+        self.shapes, self.limits, self.storage, self.remote = shapes, limits, [*storage], remote
         self.layout = self.managers[0].layout
         self.depth = 2 if check_boolean("ahead", ahead, error=PlanError) else 1
         self.paused = self.asleep = False

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 from ..checks import check_boolean, check_integer, check_seconds, shown
 from ..errors import EngineError, ManagerInterruptedError, PlanError, QueueFullError, RequestError
 from ..events import BlockEvent, EventLog
-from ..manager.metrics import Family, ManagerStats, exposition
+from ..manager.metrics import Family, ManagerStats, exposition, families_of
 from .core import Core, check_id
 from .executor import Executor, Pending, Work
 from .handle import Handle
@@ -35,6 +35,7 @@ from .prompt import Completion, Output, Prompt
 __all__ = ["Engine", "EngineStats"]
 
 T = TypeVar("T")
+HANG = 0.2  # seconds between looks at the watchdog, of who waits for the engine's thread
 POLL = 1e-3  # seconds between looks at stores and peers while there is nothing to compute
 YOUNG = 50_000  # objects made before Python's collector looks at the youngest, with `freeze`: else it does every 700
 
@@ -309,8 +310,10 @@ class Engine:
         return self._stats
 
     def metrics(self, model_name: str | None = None) -> str:
-        """All numbers in Prometheus' text exposition format, version 0.0.4, under our names (`dsv4_engine_...`,
-        `dsv4_cache_...`) and, what routers and autoscalers read, under vLLM's. From any thread; holds no step up.
+        """All numbers in Prometheus' text exposition format, version 0.0.4. From any thread; holds no step up.
+
+        Under our names (`dsv4_engine_...`, `dsv4_cache_...`, `dsv4_storage_...`, `dsv4_transport_...`) and, what
+        routers and autoscalers read, under vLLM's.
 
         Args:
             model_name: a label of all samples (default: the weights' id, if that is a text).
@@ -329,6 +332,12 @@ class Engine:
             with contextlib.suppress(ManagerInterruptedError):  # nobody knows them before it is reset
                 managers.append(manager.stats())
                 groups.append(("dsv4_cache", labels, managers[-1].families()))
+        for prefix, parts in (("dsv4_storage", self._core.storage), ("dsv4_transport", [self._core.remote])):
+            for shard, part in enumerate(parts):
+                tell = getattr(part, "stats", None)
+                if (seen := None if tell is None else tell()) is not None:
+                    labels = common | ({"shard": str(shard)} if len(parts) > 1 else {})
+                    groups.append((prefix, labels, families_of(seen)))
         block = self._core.layout.block_tokens
         return exposition([*groups, ("", common, vllm_families(stats, own, managers, block))])
 
@@ -444,17 +453,22 @@ class Engine:
     def close(self, *, drain: bool = False, timeout: float | None = None) -> None:
         """Ends it: requests end as "abort", or, with `drain`, as they would. Nothing is added any more.
 
-        From a callback it does not wait.
+        From a callback it does not wait; nor for a device that hangs, as the watchdog finds.
 
         Args:
-            timeout: seconds to wait; then the thread ends when the device lets it.
+            timeout: seconds to wait; then the thread ends when the device lets it, and the process when it likes.
         """
         with self._lock:
             if self._closed is None:
                 self._closed = EngineError("the engine is closed")
         self._inbox.put(lambda: self._quit(drain))
         if threading.current_thread() is not self._thread:  # a callback of a request
-            self._thread.join(timeout)
+            until = None if timeout is None else time.monotonic() + timeout
+            while self._thread.is_alive() and self._hung is None:
+                left = HANG if until is None else min(HANG, until - time.monotonic())
+                if left <= 0:
+                    break
+                self._thread.join(left)
 
     # The thread
 
@@ -674,7 +688,14 @@ class Engine:
         with self._lock:
             self._check_open()
             self._inbox.put(call)
-        return future.result()
+        while True:
+            try:
+                return future.result(HANG)
+            except TimeoutError:
+                if future.done():  # what it has raised itself
+                    raise
+                if self._hung is not None:
+                    raise self._hung from None
 
     def _settle(self) -> None:
         """Takes up all calls under way."""

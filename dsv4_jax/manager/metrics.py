@@ -24,8 +24,11 @@ __all__ = [
     "Measured",
     "NamespaceUse",
     "PoolUse",
+    "Samples",
+    "TransportNumbers",
     "collect_stats",
     "exposition",
+    "families_of",
     "pool_use",
     "prometheus_text",
 ]
@@ -330,16 +333,56 @@ class Measured(Protocol):
         ...
 
 
-def prometheus_text(stats: Measured, prefix: str = "dsv4_cache") -> str:
+@runtime_checkable
+class TransportNumbers(Protocol):
+    """What `RecordTransport.stats` gives."""
+
+    @property
+    def engine(self) -> str: ...
+    @property
+    def counts(self) -> Mapping[str, int]: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def up(self) -> int: ...
+    @property
+    def lost(self) -> int: ...
+
+
+def prometheus_text(stats: Measured | TransportNumbers, prefix: str = "dsv4_cache") -> str:
     """Returns what `KVCacheManager.stats` gave in Prometheus' text exposition format, version 0.0.4; or its `cache`
-    alone, or what `StorageDriver.stats` or `RecordTransport.stats` gave.
+    alone, or what `StorageDriver.stats` or `RecordTransport.stats` gave (say another prefix there).
 
     Raises:
         PlanError: it is none of these.
     """
-    if isinstance(stats, type) or not isinstance(stats, Measured):
+    if isinstance(stats, type) or not isinstance(stats, Measured | TransportNumbers):
         raise PlanError(f"prometheus_text takes what KVCacheManager.stats() gave, got {type(stats).__name__}")
-    return exposition([(prefix, {}, stats.families())])
+    return exposition([(prefix, {}, families_of(stats))])
+
+
+def families_of(stats: Measured | TransportNumbers) -> Iterable[Family]:
+    """The metrics of any of these."""
+    return stats.families() if isinstance(stats, Measured) else _transport_families(stats)
+
+
+def _transport_families(stats: TransportNumbers) -> Iterator[Family]:
+    engine, counts = {"engine": stats.engine}, stats.counts
+    peers: Samples = [({**engine, "state": "up"}, stats.up), ({**engine, "state": "lost"}, stats.lost)]
+    yield Family("peers", "gauge", "Other hosts: connected to, and lost and looked for.", peers)
+    known = {
+        "losses": "Times that a peer was lost.",
+        "reconnects": "Times that one was found again.",
+        "given_up": "Peers that were looked for in vain.",
+        "reads": "Reads of other hosts' records that have ended.",
+        "failed_reads": "Those of them that have failed.",
+        "bytes": "Bytes read from other hosts.",
+        "notices": "Messages of other hosts.",
+    }
+    for name in {**known, **counts}:
+        text = known.get(name, f"What the engine counts as {name}.")
+        yield Family(f"{name}_total", "counter", text, [(engine, counts.get(name, 0))])
+    yield Family("read_seconds_total", "counter", "How long reads took, added up.", [(engine, stats.seconds)])
 
 
 def exposition(groups: Iterable[tuple[str, Mapping[str, str], Iterable[Family]]]) -> str:

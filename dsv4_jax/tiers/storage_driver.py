@@ -32,7 +32,7 @@ from ..records import block_record, snapshot_layouts, snapshot_record
 from ..stores import AsyncStore
 from .host_cache import HostCache
 from .host_records import gather_of_ranks, scatter_of_ranks
-from .store_calls import StoreCall, StoreCalls
+from .store_calls import StorageStats, StoreCall, StoreCalls
 
 __all__ = ["Prefetch", "StorageDriver"]
 
@@ -144,6 +144,10 @@ class StorageDriver:
         """Whether something is under way."""
         return bool(self._saves or self._writes or self._lookups or self._reads)
 
+    def stats(self) -> StorageStats:
+        """What was asked of the stores so far, from any thread; it asks them nothing."""
+        return self._calls.stats(self._record_bytes)
+
     @property
     def waiting_saves(self) -> int:
         """Calls of `save` whose records wait in memory: for their copy to end, or for room in a store."""
@@ -206,9 +210,10 @@ class StorageDriver:
             self._fetch(lookup)
         return host
 
-    def drain(self, host: HostCache) -> HostCache:
-        """`poll` until nothing is under way."""
-        while self.busy:
+    def drain(self, host: HostCache, timeout: float | None = None) -> HostCache:
+        """`poll` until nothing is under way, which the deadlines bound; or for `timeout` seconds: the rest goes on."""
+        until = None if timeout is None else time.monotonic() + timeout
+        while self.busy and (until is None or time.monotonic() < until):
             host = self.poll(host)
             time.sleep(1e-4)
         return host

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import collections
 import math
 import re
 import threading
 import time
+import types
 
 import pytest
 
 from dsv4_jax.engine import Engine, Limits, Output, Prompt
 from dsv4_jax.engine.metrics import EngineMetrics
 from dsv4_jax.errors import EngineError, QueueFullError
+from dsv4_jax.manager import prometheus_text
+from dsv4_jax.tiers.store_calls import StoreCalls
 
 from .serving import Seeded, Server
 
@@ -165,6 +169,23 @@ def test_probes_see_a_pause_a_failure_and_the_end():
     server.check_empty()
 
 
+def test_stores_and_other_hosts_are_on_the_page():
+    """What their parts tell, whatever it is; those that tell nothing are left out."""
+    serving, server = engine()
+    counts = collections.Counter(losses=2, reconnects=1, bytes=4096, refused=3)
+    told = types.SimpleNamespace(engine="socket", peers=(), counts=counts, seconds=0.5, up=1, lost=1)
+    calls = StoreCalls({})
+    with serving:
+        server.core.remote = types.SimpleNamespace(stats=lambda: told)
+        server.core.storage = [types.SimpleNamespace(stats=lambda: calls.stats({})), object()]
+        seen = samples(serving.metrics())
+    assert seen['dsv4_transport_peers{engine="socket",state="lost"}'] == 1
+    assert seen['dsv4_transport_bytes_total{engine="socket"}'] == 4096
+    assert seen['dsv4_transport_refused_total{engine="socket"}'] == 3
+    assert seen['dsv4_cache_handoffs_ended_total{side="sent",reason="done"}'] == 0
+    assert prometheus_text(told, prefix="x").startswith("# HELP x_peers")
+
+
 def test_probes_see_a_device_that_hangs():
     hangs, goes_on = threading.Event(), threading.Event()
 
@@ -183,6 +204,8 @@ def test_probes_see_a_device_that_hangs():
         assert now.step_age is not None and now.step_age >= 0.2
         assert samples(serving.metrics())["dsv4_engine_oldest_step_seconds"] >= 0.2
         assert samples(serving.metrics())['dsv4_engine_ended_total{reason="error"}'] == 1
+        with pytest.raises(EngineError, match=r"under way for 0\.2 s"):
+            serving.pause()
     finally:
         hangs.clear()
         goes_on.set()
@@ -190,4 +213,14 @@ def test_probes_see_a_device_that_hangs():
     while not serving.health().live and time.monotonic() < until:
         time.sleep(0.01)
     assert serving.health().ready, "the device answers again"
-    serving.close()
+    hangs.set()
+    goes_on.clear()
+    serving.add(prompt(2))
+    while serving.health().live and time.monotonic() < until:
+        time.sleep(0.01)
+    serving.close()  # though nobody says how long
+    assert serving.health().reason and serving._thread.is_alive()
+    hangs.clear()
+    goes_on.set()
+    serving._thread.join(30)
+    assert not serving._thread.is_alive()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax.errors import RequestError, StoreError, StoreFormatError
+from dsv4_jax.manager import prometheus_text
 from dsv4_jax.manager.prefix.node import Tier
 from dsv4_jax.tiers import storage_driver
 from dsv4_jax.tiers.storage_driver import MAX_SAVES, StorageDriver
@@ -108,6 +109,31 @@ def test_a_store_that_fails_or_answers_nonsense_is_a_miss(engine, scope, name, r
         failing.result = None
         engine.manager.reset()
         assert engine.fetch(PROMPT) == 5
+
+
+def test_what_becomes_of_calls_is_counted(engine) -> None:
+    """Hits, misses, failures, deadlines and refusals, each by store and kind of call."""
+    again(engine, lookup_deadline=1, deadline=1)
+    engine.manager.reset()
+    assert engine.fetch(PROMPT) == 5
+    before = engine.driver.stats().counts
+    assert before["block", "read_into", "found"] == 4 and before["slot", "read_into", "found"] == 1
+    assert before["slot", "contains", "missed"] > 0
+    failing = fault(engine, 0, "contains", StoreError("no"))
+    assert engine.fetch([6] * 33) == 0
+    failing.result, failing.open = None, threading.Event()
+    for _ in range(MAX_LATE + 2):
+        engine.driver.prefetch([5] * 33)
+        engine.clock.advance(1)
+        engine.host = engine.driver.drain(engine.host)
+    stats = engine.driver.stats()
+    more = {result: stats.counts["block", "contains", result] for result in ("failed", "late", "refused")}
+    assert more == {"failed": 1, "late": MAX_LATE, "refused": 2} and stats.late["block"] == MAX_LATE
+    text = prometheus_text(stats, prefix="dsv4_storage")
+    assert 'dsv4_storage_calls_total{scope="block",call="contains",result="late"} 16' in text
+    size = stats.record_bytes["block"]
+    assert f'dsv4_storage_bytes_total{{scope="block",call="read_into"}} {4 * size}' in text
+    assert stats.seconds["block", "contains"] >= MAX_LATE
 
 
 def test_closed_stores_are_misses(engine) -> None:

@@ -130,6 +130,11 @@ class RemoteDriver:
         """Whether something is under way that `poll` goes on with."""
         return bool(self._exported or self._readings or self._arrivals)
 
+    def stats(self) -> Any:
+        """What the transport tells of peers and reads (`RecordTransport.stats`), from any thread; None: nothing."""
+        tell = getattr(self._transport, "stats", None)
+        return None if tell is None else tell()
+
     # The host that has computed
 
     def export(self, request: Request, *, seconds: float = 60.0, peer: str | None = None) -> Handoff:
