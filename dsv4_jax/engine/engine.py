@@ -45,8 +45,9 @@ class EngineStats(NamedTuple):
 
     Attributes:
         queued, live, preempted: requests that wait to be admitted, that have a slot, that wait for blocks again.
-        counts: what has happened since it began, by name: "added", "calls", "steps", "computed_tokens",
-            "sampled_tokens", "prompt_tokens", "cached_tokens", "preemptions", "failures", "ended_stop", ...
+        counts: what has happened since it began, by name (0 for what has not): "added", "calls", "steps",
+            "computed_tokens", "sampled_tokens", "prompt_tokens", "cached_tokens", "preemptions", "failures",
+            "ended_stop", ...
         turn_s: seconds of the host's work in the turn, without waiting for the device.
         paused: whether nothing is planned.
     """
@@ -54,7 +55,7 @@ class EngineStats(NamedTuple):
     queued: int
     live: int
     preempted: int
-    counts: dict[str, int]
+    counts: collections.Counter[str]
     turn_s: float
     paused: bool
 
@@ -657,7 +658,7 @@ class Engine:
 
     def _now(self) -> EngineStats:
         core = self._core
-        return EngineStats(core.queued, core.live, core.preempted, dict(core.counts), self._turn_s, core.paused)
+        return EngineStats(core.queued, core.live, core.preempted, core.counts.copy(), self._turn_s, core.paused)
 
     # Calls that the thread makes for others
 
