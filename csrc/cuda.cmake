@@ -65,6 +65,7 @@ add_kernels(
   attend/bf16.cu
   attend/fp8.cu
   attend/query_product.cu
+  dense/e4m3.cu
   dense/fp8.cu
   dense/stream.cu
   index/scores.cu

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..errors import ShapeError
 from . import FP8_FLOOR
-from .scaling import E4M3_MAX, absmax, e4m3_codes, e4m3_values, power_of_two, ue8m0_scale_exponent
+from .scaling import E4M3_MAX, absmax, e4m3_codes, e4m3_values, grouped, power_of_two, ue8m0_scale_exponent
 
 __all__ = ["ROW_BLOCK", "dequantise_rows", "quantise_rows"]
 
@@ -30,7 +30,7 @@ def quantise_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     if x.shape[-1] % ROW_BLOCK:
         raise ShapeError(f"quantise_rows: rows have {x.shape[-1]} columns, expected a multiple of {ROW_BLOCK}")
-    blocks = x.astype(jnp.bfloat16).astype(jnp.float32).reshape(*x.shape[:-1], -1, ROW_BLOCK)
+    blocks = grouped(x.astype(jnp.bfloat16).astype(jnp.float32), ROW_BLOCK)
     exponent = ue8m0_scale_exponent(absmax(blocks, np.float32(FP8_FLOOR)), E4M3_MAX)
     codes = e4m3_codes(blocks * power_of_two(-exponent)[..., None])
     return codes.reshape(x.shape), (exponent + np.int32(127)).astype(jnp.uint8)
@@ -39,5 +39,5 @@ def quantise_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 def dequantise_rows(codes: jax.Array, scales: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
     """Returns the rows [..., K] that codes and scales stand for: exact in float32 and in bfloat16."""
     factors = power_of_two(scales.astype(jnp.int32) - np.int32(127))
-    blocks = e4m3_values(codes).reshape(*codes.shape[:-1], -1, ROW_BLOCK)
+    blocks = grouped(e4m3_values(codes), ROW_BLOCK)
     return (blocks * factors[..., None]).reshape(codes.shape).astype(dtype)

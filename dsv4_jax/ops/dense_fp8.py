@@ -14,12 +14,12 @@ from ..formats.weights.fp8 import BLOCK, TILE_BYTES, TILE_COLUMNS, TILE_ROWS
 from .arguments import Check
 from .registry import Choice, Implementation, run
 
-__all__ = ["IMPLEMENTATION", "DenseFp8Arguments", "dense_fp8", "reference"]
+__all__ = ["IMPLEMENTATION", "DenseFp8Arguments", "checked", "dense_fp8", "product", "reference"]
 
 
 @dataclasses.dataclass(frozen=True)
 class DenseFp8Arguments:
-    """Holds what an implementation of `dense_fp8` is given, as in its arguments."""
+    """Holds what an implementation of `dense_fp8` or of `dense_e4m3` is given, as in their arguments."""
 
     x: jax.Array
     codes: jax.Array
@@ -71,34 +71,51 @@ def dense_fp8(
         ShapeError: an argument has the wrong shape or dtype; the message names it.
         ImplementationError: as every op (`registry.pick`).
     """
-    check = Check("dense_fp8")
+    arguments = checked("dense_fp8", x, codes, scales, groups, dtype, whole_rows)
+    return run("dense_fp8", arguments, implementation)
+
+
+def checked(
+    op: str,
+    x: jax.Array,
+    codes: jax.Array,
+    scales: jax.Array,
+    groups: int,
+    dtype: jnp.dtype,
+    whole_rows: int | None,
+) -> DenseFp8Arguments:
+    """Returns the record of a product of this name; raises as `dense_fp8`."""
+    check = Check(op)
     x = check.array("x", x, "float", "T", "columns")
     codes = check.array("codes", codes, "uint8", "tiles", "steps", TILE_BYTES)
     tiles, steps, _ = codes.shape
     scales = check.array("scales", scales, "uint8", -(-tiles * TILE_ROWS // BLOCK), steps)
     if groups < 1 or tiles % groups or x.shape[1] != groups * steps * TILE_COLUMNS:
         raise ShapeError(
-            f"dense_fp8: x has {x.shape[1]} columns, {groups} groups of weights [{tiles * TILE_ROWS}, "
+            f"{op}: x has {x.shape[1]} columns, {groups} groups of weights [{tiles * TILE_ROWS}, "
             f"{steps * TILE_COLUMNS}] take {groups * steps * TILE_COLUMNS}, and rows in {TILE_ROWS}s each"
         )
     if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
-        raise ShapeError(f"dense_fp8: dtype is {jnp.dtype(dtype).name}, expected float32 or bfloat16")
+        raise ShapeError(f"{op}: dtype is {jnp.dtype(dtype).name}, expected float32 or bfloat16")
     rows = tiles * TILE_ROWS
     whole = (
         rows
         if whole_rows is None
-        else check_integer("dense_fp8: whole_rows", whole_rows, rows, INT32_MAX, error=ShapeError)
+        else check_integer(f"{op}: whole_rows", whole_rows, rows, INT32_MAX, error=ShapeError)
     )
-    arguments = DenseFp8Arguments(x, codes, scales, groups, jnp.dtype(dtype), whole)
-    return run("dense_fp8", arguments, implementation)
+    return DenseFp8Arguments(x, codes, scales, groups, jnp.dtype(dtype), whole)
 
 
 def reference(arguments: DenseFp8Arguments) -> jax.Array:
     """Computes `dense_fp8` in `jnp`: the weights dequantised, then a product of bf16."""
-    groups, columns, rows = arguments.groups, arguments.columns, arguments.x.shape[0]
-    weights = fp8.decode(*fp8.unpack(arguments.codes, arguments.scales))
-    weights = weights.reshape(groups, arguments.weight_rows // groups, columns)
-    x = arguments.x.astype(jnp.bfloat16).reshape(rows, groups, columns)
+    return product(arguments, arguments.x.astype(jnp.bfloat16), fp8.unpack(arguments.codes, arguments.scales)[0])
+
+
+def product(arguments: DenseFp8Arguments, x: jax.Array, codes: jax.Array) -> jax.Array:
+    """Multiplies bf16 rows with the matrix of these codes [N, K], with float32 sums."""
+    groups, columns, rows = arguments.groups, arguments.columns, x.shape[0]
+    weights = fp8.decode(codes, arguments.scales).reshape(groups, arguments.weight_rows // groups, columns)
+    x = x.reshape(rows, groups, columns)
     out = jnp.einsum("tgk,gnk->tgn", x, weights, preferred_element_type=jnp.float32)
     return out.reshape(rows, arguments.weight_rows).astype(arguments.dtype)
 

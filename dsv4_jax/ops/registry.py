@@ -130,6 +130,7 @@ OPS: dict[str, Op] = {
         Op("attend", gpu=("cuda", "pallas", "xla")),
         Op("kv_store", gpu=("cuda", "pallas", "xla"), reference="dsv4_jax.pools.kv_pool"),
         Op("dense_fp8", gpu=("cuda", "xla")),
+        Op("dense_e4m3", gpu=("cuda", "xla")),
         Op("dense_bf16", gpu=("cuda", "xla")),
         Op("normalise", gpu=("cuda", "xla")),
         Op("swiglu", gpu=("cuda", "xla")),

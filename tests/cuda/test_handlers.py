@@ -21,6 +21,7 @@ from dsv4_jax.ops import (
     append,
     attend,
     dense_bf16,
+    dense_e4m3,
     dense_fp8,
     entry_rows,
     hyper_connection,
@@ -87,9 +88,9 @@ def call_compress(*kinds: str):
     return compress_csa(inputs, plan, table, implementation="cuda")
 
 
-def call_dense_fp8():
+def call_dense_fp8(op=dense_fp8):
     codes, scales = jnp.zeros((8, 4, 8192), jnp.uint8), jnp.zeros((4, 4), jnp.uint8)
-    return dense_fp8(jnp.zeros((3, 1024)), codes, scales, groups=2, implementation="cuda")
+    return op(jnp.zeros((3, 1024)), codes, scales, groups=2, implementation="cuda")
 
 
 def call_hyper_connection(outputs: int, head: bool = False):
@@ -146,6 +147,7 @@ CALLS = {
     "compress_csa": lambda: call_compress("csa", "index"),
     "compress_hca": lambda: call_compress("online"),
     "dense_bf16": lambda: dense_bf16(jnp.zeros((3, 4096)), jnp.zeros((256, 4096), jnp.bfloat16), implementation="cuda"),
+    "dense_e4m3": lambda: call_dense_fp8(dense_e4m3),
     "dense_fp8": call_dense_fp8,
     "dense_stream": lambda: dense_bf16(
         jnp.zeros((3, 1024)), jnp.zeros((512, 512), jnp.bfloat16), groups=2, implementation="cuda"

@@ -25,6 +25,7 @@ __all__ = ["checked", "compare"]
 # Operands that a kernel asks for before the one before it has ended (`wait_for_previous` of csrc/).
 ASKED_EARLY = {
     "dsv4_dense_bf16": (1,),
+    "dsv4_dense_e4m3": (2, 3),
     "dsv4_dense_fp8": (1, 2),
     "dsv4_dense_stream": (1,),
     "dsv4_finish_queries": (),

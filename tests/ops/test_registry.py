@@ -136,6 +136,7 @@ EXAMPLES: dict[str, Callable[[], Iterator[Any]]] = {
         for rows in (2, (1 << 16) + 1)
         for dtype in (jnp.float32, jnp.bfloat16)
     ),
+    "dense_e4m3": lambda: EXAMPLES["dense_fp8"](),
     "dense_bf16": lambda: (
         DenseBf16Arguments(
             floats(tokens, 4096), jnp.zeros((rows, 4096 // groups), jnp.bfloat16), groups, jnp.dtype(dtype)

@@ -1,0 +1,47 @@
+"""dense_e4m3 in the project's own CUDA for Hopper: one launch rounds the rows, one multiplies.
+
+Up to 128 rows `csrc/dense/e4m3_few.cuh` streams the weights once, above `csrc/dense/e4m3_many.cuh` takes tiles of rows
+and weights. All shapes in which they are compiled give the same bits: those of `tests/oracle/matrix_unit.py`.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from ..formats.activations import ROW_BLOCK
+from ..ops.dense_fp8 import DenseFp8Arguments
+from .calls import declare, launch
+
+__all__ = ["IMPLEMENTATION", "MAX_ROWS", "call", "supports"]
+
+MAX_ROWS = 1 << 16
+PITCH = 4  # rows of scales come in multiples: 16 bytes
+
+
+def supports(arguments: DenseFp8Arguments) -> str | None:
+    """Says why the kernel cannot take these arguments; None if it can."""
+    rows = arguments.x.shape[0]
+    return f"it takes up to {MAX_ROWS} rows, not {rows}" if rows > MAX_ROWS else None
+
+
+def call(arguments: DenseFp8Arguments) -> jax.Array:
+    """Computes what `ops.dense_e4m3.reference` does.
+
+    Raises:
+        ImplementationError: the CUDA library is not there.
+    """
+    x = arguments.x.astype(jnp.bfloat16)
+    rows, columns = x.shape
+    rounded = (
+        jax.ShapeDtypeStruct((rows, columns), jnp.uint8),
+        jax.ShapeDtypeStruct((columns // ROW_BLOCK, -(-rows // PITCH) * PITCH), jnp.float32),
+    )
+    codes, scales = launch("dense_e4m3", "dsv4_round_rows", rounded, x)
+    result = jax.ShapeDtypeStruct((rows, arguments.weight_rows), arguments.dtype)
+    settings = dict(groups=arguments.groups, whole_rows=arguments.whole_rows, shape=0)
+    operands = codes, scales, arguments.codes, arguments.scales
+    return launch("dense_e4m3", "dsv4_dense_e4m3", result, *operands, **settings)
+
+
+IMPLEMENTATION = declare("dense_e4m3", call, supports, "dsv4_round_rows", "dsv4_dense_e4m3", early=("dsv4_dense_e4m3",))

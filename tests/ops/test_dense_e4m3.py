@@ -1,0 +1,100 @@
+"""dense_e4m3 against float64 of the same codes. Subclass `DenseE4m3Test` with another `implementation`."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from dsv4_jax.errors import ShapeError
+from dsv4_jax.formats.activations import quantise_rows
+from dsv4_jax.formats.weights.fp8 import swizzled
+from dsv4_jax.ops import dense_e4m3
+
+from ..oracle import dense as oracle
+from ..oracle import matrix_unit
+from .op_test import OpTest
+
+jit_dense = jax.jit(dense_e4m3, static_argnames=("groups", "dtype", "whole_rows", "implementation"))
+# Weights' rows and columns, and groups; all numbers of parts of K, and blocks of K in odd numbers.
+MATRICES = {
+    "one_tile": (64, 128, 1),
+    "odd": (192, 384, 1),
+    "groups": (640, 512, 5),
+    "two_parts": (128, 1024, 1),
+    "four_parts": (192, 2048, 1),
+}
+
+
+def codes_of(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Codes, and their scales as float32."""
+    codes, scales = (np.asarray(y) for y in quantise_rows(jnp.asarray(x)))
+    return codes, np.exp2(scales.astype(np.float32) - 127)
+
+
+class DenseE4m3Test(OpTest):
+    op = "dense_e4m3"
+
+    def run(self, x: np.ndarray, codes: np.ndarray, scales: np.ndarray, **options) -> np.ndarray:
+        return np.asarray(jit_dense(x, swizzled(codes), scales, implementation=self.implementation, **options))
+
+    def case(self, name: str, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """x, codes and scales as released; sizes of blocks differ, so that the order of sums shows."""
+        rng = np.random.default_rng(rows)
+        n, k, groups = MATRICES[name]
+        sizes = np.exp2(rng.integers(-6, 6, (rows, groups * k // 128))).repeat(128, 1)
+        return (rng.standard_normal((rows, groups * k)) * sizes).astype(jnp.bfloat16), *oracle.random_matrix(rng, n, k)
+
+    @pytest.mark.parametrize("rows", [1, 17, 100])
+    @pytest.mark.parametrize("name", MATRICES)
+    def test_equals_float64_of_the_same_codes(self, name: str, rows: int) -> None:
+        x, codes, scales = self.case(name, rows)
+        groups = MATRICES[name][2]
+        rounded, row_scales = codes_of(x)
+        values = rounded.view(ml_dtypes.float8_e4m3fn).astype(np.float64) * row_scales.repeat(128, 1)
+        want = oracle.product(values, oracle.dequantised(codes, scales), groups)
+        got = self.run(x, codes, scales, groups=groups)
+        assert got.dtype == np.float32 and got.shape == want.shape
+        assert np.linalg.norm(got - want) <= 3e-4 * np.linalg.norm(want)
+        exact = oracle.product(x.astype(np.float64), oracle.dequantised(codes, scales), groups)
+        assert 5e-3 < np.linalg.norm(want - exact) / np.linalg.norm(exact) < 5e-2  # what rounding the rows costs
+
+    def test_rounds_to_bf16_once(self) -> None:
+        x, codes, scales = self.case("odd", 5)
+        got = self.run(x, codes, scales, dtype=jnp.bfloat16)
+        np.testing.assert_array_equal(got, self.run(x, codes, scales).astype(jnp.bfloat16))
+
+    def test_float32_rows_are_taken_in_bf16(self) -> None:
+        x, codes, scales = self.case("odd", 5)
+        exact = x.astype(np.float32)
+        np.testing.assert_array_equal(self.run(exact * (1 + 2**-12), codes, scales), self.run(x, codes, scales))
+
+
+class TestDenseE4m3(DenseE4m3Test):
+    implementation = "xla"
+
+
+@pytest.mark.parametrize("name", ["groups", "four_parts"])
+def test_the_unit_has_the_same_products(name: str) -> None:
+    """The reference and the simulated kernel differ by what the unit cuts off, and by nothing else."""
+    x, codes, scales = TestDenseE4m3().case(name, 3)
+    n, k, groups = MATRICES[name]
+    of_rows = np.exp2(scales.astype(np.float32) - 127).repeat(128, 0)[:n]
+    unit = matrix_unit.dense(*codes_of(x), codes, of_rows, parts=matrix_unit.parts_of(n, k), groups=groups)
+    got = np.asarray(jit_dense(x, swizzled(codes), scales, groups=groups, implementation="xla"))
+    assert 0 < np.linalg.norm(got - unit) <= 3e-4 * np.linalg.norm(unit)
+
+
+def test_no_rows() -> None:
+    codes, scales = jnp.zeros((2, 3, 8192), jnp.uint8), jnp.zeros((1, 3), jnp.uint8)
+    assert dense_e4m3(jnp.zeros((0, 384)), codes, scales).shape == (0, 128)
+
+
+def test_arguments_are_named() -> None:
+    codes, scales = jnp.zeros((2, 3, 8192), jnp.uint8), jnp.zeros((1, 3), jnp.uint8)
+    with pytest.raises(ShapeError, match=r"dense_e4m3: x has 256 columns, 1 groups of weights \[128, 384\] take 384"):
+        dense_e4m3(jnp.zeros((2, 256)), codes, scales)
+    with pytest.raises(ShapeError, match="dense_e4m3: dtype is float16, expected float32 or bfloat16"):
+        dense_e4m3(jnp.zeros((2, 384)), codes, scales, dtype=jnp.float16)
