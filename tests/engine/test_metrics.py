@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import json
 import math
+import pathlib
 import re
 import threading
 import time
@@ -174,16 +176,31 @@ def test_stores_and_other_hosts_are_on_the_page():
     serving, server = engine()
     counts = collections.Counter(losses=2, reconnects=1, bytes=4096, refused=3)
     told = types.SimpleNamespace(engine="socket", peers=(), counts=counts, seconds=0.5, up=1, lost=1)
-    calls = StoreCalls({})
+    calls = StoreCalls({"block": types.SimpleNamespace(pending_bytes=7)})
     with serving:
         server.core.remote = types.SimpleNamespace(stats=lambda: told)
-        server.core.storage = [types.SimpleNamespace(stats=lambda: calls.stats({})), object()]
-        seen = samples(serving.metrics())
+        server.core.storage = [types.SimpleNamespace(stats=lambda: calls.stats({"block": 64})), object()]
+        text = serving.metrics()
+    seen = samples(text)
+    assert seen['dsv4_storage_pending_bytes{scope="block",shard="0"}'] == 7
     assert seen['dsv4_transport_peers{engine="socket",state="lost"}'] == 1
     assert seen['dsv4_transport_bytes_total{engine="socket"}'] == 4096
     assert seen['dsv4_transport_refused_total{engine="socket"}'] == 3
     assert seen['dsv4_cache_handoffs_ended_total{side="sent",reason="done"}'] == 0
     assert prometheus_text(told, prefix="x").startswith("# HELP x_peers")
+    # The dashboard shows what there is, by labels that there are.
+    types_of = dict(line.split()[2:] for line in text.splitlines() if line.startswith("# TYPE"))
+    panels = json.loads((pathlib.Path(__file__).parents[2] / "docs" / "grafana.json").read_text())["panels"]
+    shown = [target["expr"] for panel in panels for target in panel["targets"]]
+    names = {name for expr in shown for name in re.findall(r"\b(?:dsv4_|vllm:)\w+", expr)}
+    assert len(names) > 25 and {name.removesuffix("_bucket") for name in names} <= types_of.keys()
+    for expr in shown:
+        for name in re.findall(r"\b(?:dsv4_|vllm:)\w+", expr):
+            assert name.endswith("_bucket") == (types_of[name.removesuffix("_bucket")] == "histogram"), name
+            assert (types_of[name.removesuffix("_bucket")] == "gauge") == (f"rate({name}" not in expr), expr
+            for label in (each for some in re.findall(r"by \(([^)]*)\)", expr) for each in some.split(", ")):
+                lines = [line for line in text.splitlines() if line.startswith(f"{name}{{")]
+                assert not lines or any(f'{label}="' in line for line in lines), (name, label)
 
 
 def test_probes_see_a_device_that_hangs():

@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 
 import jax
 import pytest
@@ -46,6 +47,39 @@ def test_two_processes_draw_what_one_without_a_world_draws(tmp_path: pathlib.Pat
         index, processes, local, devices, drawn = map(int, out.split())
         assert (index, processes, devices) == (i, 2, 2 * local)
         assert drawn == lone(range(10 * i, 10 * i + 5))
+
+
+@pytest.mark.slow
+def test_a_world_ends_soon_after_one_of_it_was_killed() -> None:
+    """Within the time that was given, not within jax's 100 s."""
+    code = "\n".join(
+        (
+            "import sys, time, jax",
+            "jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]), heartbeat_timeout_seconds=5)",
+            "print(len(jax.devices()), flush=True)",
+            "time.sleep(600)",
+        )
+    )
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, address, str(i)], env=environment, text=True, stdout=subprocess.PIPE
+        )
+        for i in range(2)
+    ]
+    try:
+        for worker in workers:
+            assert worker.stdout is not None and int(worker.stdout.readline()) >= 2
+        workers[1].kill()
+        began = time.monotonic()
+        assert workers[0].wait(timeout=80), "it goes on as if nothing had happened"
+        assert time.monotonic() - began < 60
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.communicate()
 
 
 def lone(tokens: range) -> int:
