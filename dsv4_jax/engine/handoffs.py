@@ -11,6 +11,8 @@ from .job import Job, JobState
 
 __all__ = ["Handoffs", "Remote"]
 
+_OVER = "not all was told when it ended: the other host has given it up, its time was over, or others needed its room"
+
 
 class Remote(Protocol):
     """What brings prompts from host to host, beside the steps: a `RemoteDriver`, say."""
@@ -81,13 +83,13 @@ class Handoffs:
         for lease in self._leases.keys() - self._manager.leases.active.keys():
             job = self._leases.pop(lease)
             if job.state is JobState.LEAVING and job.lease == lease:
-                self._end(job, "error", HandoffError("lease", "it ended before all of it could be told"))
+                self._end(job, "error", HandoffError("lease", _OVER))
 
     def _export(self, job: Job, now: float) -> None:
         request = job.request
         assert request is not None
         if job.lease is not None and job.lease not in self._manager.leases.active:
-            raise HandoffError("lease", "the other host has given it up, or its time was over")
+            raise HandoffError("lease", _OVER)
         while True:
             handoff = self._remote.export(request, seconds=self._seconds)
             job.lease = handoff.lease

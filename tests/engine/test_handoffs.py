@@ -12,7 +12,7 @@ import pytest
 from dsv4_jax import CacheSize
 from dsv4_jax.engine import Core, Drawn, Engine, Limits, Prompt, Work, shapes_of
 from dsv4_jax.errors import ContextLimitError, HandoffError, PlanError, RequestError
-from dsv4_jax.manager import HostSize, Namespace
+from dsv4_jax.manager import HostSize, LeaseShares, Namespace
 from dsv4_jax.tiers.remote import RecordTransport, RemoteDriver
 from dsv4_jax.transports import open_engine
 from tests.clock import PATIENCE
@@ -155,6 +155,20 @@ def test_what_one_has_computed_the_other_goes_on_with(side, tenant):
     assert len(parts) > 2 and [part["last"] for part in parts] == [False] * (len(parts) - 1) + [True]
     assert sender.engine.stats().counts["computed_tokens"] == 9 * BLOCK, "nothing behind the last boundary"
     lease_over(sender)  # acknowledged
+
+
+def test_receivers_that_died_keep_no_prompt_from_being_told(side):
+    """Twenty prompts that nobody acknowledges, on a host with room for a few: the oldest leases end."""
+    sender, parts = side(patience=20), list[bytes]()
+    cache = sender.manager.cache
+    cache.policy = dataclasses.replace(cache.policy, leases=LeaseShares(grace=0.01))
+    for tenant in range(20):
+        handle = sender.engine.add(Prompt(tokens=PROMPT, namespace=Namespace(str(tenant)), export=parts.append))
+        assert handle.result(PATIENCE).finish == "handoff" and json.loads(parts[-1])["last"]
+    ended = sender.manager.stats().handoffs.ended
+    assert ended["sent", "room"] > 10 and not ended["sent", "time"]
+    assert 'reason="room"' in sender.engine.metrics()
+    nobody_reads(sender)
 
 
 def test_all_that_is_cached_is_told_without_a_step(side):
