@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 from typing import Any
 
@@ -19,7 +20,6 @@ from .models import (
     add_weights,
     check,
     check_drafts,
-    default_form,
     devices_that_hold,
     load,
     weight_bytes,
@@ -110,6 +110,7 @@ def run(args: argparse.Namespace) -> int:
     from ..engine import Limits
     from ..engine import Prompt as Asked
     from ..engine.build import build
+    from ..model.weights.placement import default_form
     from ..ops.exchange_buffers import open_exchanges
 
     refuse_same({"--prompt-file": args.prompt_file, "--json": args.json})
@@ -123,7 +124,8 @@ def run(args: argparse.Namespace) -> int:
     check_implementation(args.implementation)
     side_by_side = min(args.max_batch, len(prompts))
     tensor = devices_sharing_heads(args.tensor, args.devices, side_by_side)
-    form = args.weights or default_form(hf, cfg, device_limit(), args.devices, tensor, mtp=mtp)
+    wide = functools.partial(weight_bytes, cfg, "bfloat16", args.devices, tensor, mtp=mtp)
+    form = args.weights or default_form(hf, device_limit(), wide)
     if args.pool and tensor == 1:
         raise OptionError("--pool: blocks are shared by devices that share the heads, give --devices and --tensor")
     shards = max(1, args.devices // tensor)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import pathlib
-from collections.abc import Mapping
 from typing import Any
 
 from ..config import DSV4Config
@@ -22,7 +21,6 @@ __all__ = [
     "add_weights",
     "check",
     "check_drafts",
-    "default_form",
     "devices_that_hold",
     "load",
     "model_config",
@@ -82,30 +80,6 @@ def check_drafts(cfg: DSV4Config, drafts: int) -> None:
     if drafts > most:
         of = "an MTP layer" if cfg.dspark is None else "a block of the checkpoint's DSpark stages"
         raise OptionError(f"--drafts: {of} guesses at most {most} tokens, got {drafts}")
-
-
-def default_form(
-    hf: Mapping[str, Any], cfg: DSV4Config, memory: int, devices: int = 1, tensor: int = 1, *, mtp: bool = False
-) -> str:
-    """The form of a checkpoint's weights if none is asked for.
-
-    Those in FP8 stay as released where there are kernels for them. A CPU has none, and would dequantise them in every
-    step: there they are bfloat16, which holds their values exactly, if that takes at most half of the memory.
-
-    Args:
-        memory: bytes that each device has.
-
-    Raises:
-        OptionError: as `weight_bytes`.
-    """
-    import jax
-
-    if not hf.get("quantization_config"):
-        return "float32"
-    if jax.default_backend() != "cpu":
-        return "released"
-    wide = weight_bytes(cfg, "bfloat16", devices, tensor, mtp=mtp)
-    return "bfloat16" if wide <= memory // 2 else "released"
 
 
 def check(checkpoint: pathlib.Path, cfg: DSV4Config, weights: str, *, mtp: bool = False) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +21,8 @@ from ..layout import CacheLayout, CacheSize
 from ..manager import CachePolicy, HostSize, KVCacheManager
 from ..model.weights.loading import load_hf
 from ..model.weights.params import Params
-from ..model.weights.split import DATA, TENSOR
+from ..model.weights.placement import default_form, device_bytes
+from ..model.weights.split import DATA, TENSOR, Split
 from ..ops.exchange_buffers import Exchange
 from ..ops.registry import Choice
 from ..records import page_bytes
@@ -165,9 +167,12 @@ def load(
     Args: as `Engine.load`.
     """
     hf = read_hf(pathlib.Path(checkpoint))
-    form = weights if weights is not None else "released" if hf.get("quantization_config") else "float32"
+    cfg, sizes = DSV4Config.from_hf(hf), {} if mesh is None else mesh.shape
+    split = Split(sizes.get(DATA, 1), sizes.get(TENSOR, 1))
+    wide = functools.partial(device_bytes, cfg, "bfloat16", split, mtp=drafts > 0)
+    form = default_form(hf, device_limit(), wide) if weights is None else weights
     layout = CacheLayout(
-        DSV4Config.from_hf(hf),
+        cfg,
         kv_format,
         index_format,
         block_tokens=block_tokens,

@@ -174,7 +174,8 @@ class Engine:
         Args:
             checkpoint: holds `config.json` and safetensors, as `load_hf` reads them.
             watchdog, freeze: as of `Engine`.
-            weights: "released", or the dtype of matrices (default: released if the checkpoint has them, else float32).
+            weights: "released", or the dtype of matrices (default: released if the checkpoint has them,
+                on a CPU bfloat16 if that takes at most half of its memory; else float32).
             kv_format, index_format, block_tokens: as of `CacheLayout`.
             memory: a share of the device, as a float (default: 0.9 of it, weights included), or bytes for the cache.
             weights_id: default: the folder's path.

@@ -18,13 +18,13 @@ from dsv4_jax import CacheLayout, CacheSize, DSV4Config, init_cache, model
 from dsv4_jax.cli import generate as command
 from dsv4_jax.cli import main
 from dsv4_jax.cli.engine import DeviceMemory, choose_size, shares_a_block
-from dsv4_jax.cli.models import default_form
 from dsv4_jax.cli.prompts import given_prompts
 from dsv4_jax.config import AttentionType
 from dsv4_jax.engine import Drawn
 from dsv4_jax.engine.device import DeviceExecutor
 from dsv4_jax.errors import OptionError
 from dsv4_jax.manager import KVCacheManager
+from dsv4_jax.model.weights.placement import default_form
 from dsv4_jax.text import save_byte_tokenizer
 
 from ..model import released
@@ -368,12 +368,11 @@ def test_weights_are_kept_as_released_where_kernels_read_them(monkeypatch):
     """Not on a CPU, which would dequantise them in every step, unless their values in bfloat16 take too much memory."""
     cfg, quantised = DSV4Config.tiny_released(), {"quantization_config": {"quant_method": "fp8"}}
     needed = model.device_bytes(cfg, "bfloat16")
-    assert default_form(quantised, cfg, 2 * needed) == "bfloat16"
-    assert default_form(quantised, cfg, 2 * needed - 1) == "released"
-    assert default_form(quantised, cfg, 2 * needed, mtp=True) == "released", "the MTP layer takes memory too"
-    assert default_form({}, cfg, 1) == "float32"
+    assert default_form(quantised, 2 * needed, lambda: needed) == "bfloat16"
+    assert default_form(quantised, 2 * needed - 1, lambda: needed) == "released"
+    assert default_form({}, 1, lambda: pytest.fail("it does not matter")) == "float32"
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert default_form(quantised, cfg, 1 << 60) == "released"
+    assert default_form(quantised, 1 << 60, lambda: 1) == "released"
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax import CacheLayout, CacheSize, DSV4Config, model
-from dsv4_jax.engine import Engine, Limits, Prompt
+from dsv4_jax.engine import Engine, Limits, Prompt, build
 from dsv4_jax.errors import EngineError, PlanError, RequestError
 from dsv4_jax.manager import HostSize
 from dsv4_jax.tiers.remote import RecordTransport
@@ -17,6 +17,7 @@ from dsv4_jax.transports import open_engine
 from tests.clock import PATIENCE
 
 from ..examples import load_example
+from ..model import released
 from ..model.feeding import CSA, HCA, text_tokens
 
 CFG = DSV4Config.tiny(layer_types=(CSA, HCA))
@@ -101,6 +102,24 @@ def test_a_prompt_of_another_engine_is_gone_on_with(weights):
             pass
     with pytest.raises(PlanError, match="host tier"):
         Engine.of(weights[0], LAYOUT, SIZE, weights_id="same", transport=transports[0])
+
+
+def test_a_checkpoint_is_held_as_the_device_computes_it(tmp_path, monkeypatch):
+    """A CPU holds FP8 matrices as bfloat16, which has their values, if they and the MTP layer take half its memory."""
+    released.write(tmp_path, released.tensors())
+    cfg = released.CFG
+
+    def dtypes(**options) -> set[str]:
+        core, executor = build.load(tmp_path, memory=1 << 22, max_requests=2, max_context=256, **options)
+        assert core.managers[0].weights_id == str(tmp_path)
+        return {str(leaf.dtype) for leaf in jax.tree.leaves(executor.params)}
+
+    wide = model.device_bytes(cfg, "bfloat16")
+    monkeypatch.setattr(build, "device_limit", lambda: 2 * wide)
+    assert "bfloat16" in dtypes() and "uint8" not in dtypes()
+    assert "bfloat16" not in dtypes(weights="float32")
+    monkeypatch.setattr(build, "device_limit", lambda: 2 * wide - 1)
+    assert "uint8" in dtypes()
 
 
 @pytest.mark.slow

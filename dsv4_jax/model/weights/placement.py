@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from typing import Any
 
@@ -29,7 +29,7 @@ from .quantised import Quantised
 from .split import ALONE, HEAD, ORDER, TENSOR, RowShare, Split, check_split, in_blocks, parts_of, split_over
 from .stacking import stack_projections
 
-__all__ = ["device_bytes", "device_params", "device_specs", "shard_params"]
+__all__ = ["default_form", "device_bytes", "device_params", "device_specs", "shard_params"]
 
 
 def shard_params(cfg: DSV4Config, params: Params, mesh: Mesh, *, progress: Progress | None = None) -> Params:
@@ -105,6 +105,22 @@ def device_bytes(cfg: DSV4Config, weights: Weights = RELEASED, split: Split = AL
     Raises as `device_specs`.
     """
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(device_specs(cfg, weights, split, mtp=mtp)))
+
+
+def default_form(hf: Mapping[str, Any], memory: int, wide: Callable[[], int]) -> str:
+    """The form of a checkpoint's weights if none is asked for.
+
+    Those in FP8 stay as released where there are kernels for them. A CPU has none, and would dequantise them in every
+    step: there they are bfloat16, which holds their values exactly, if that takes at most half of the memory.
+
+    Args:
+        hf: the checkpoint's `config.json`.
+        memory: bytes that each device has.
+        wide: says how many bytes of these the weights take in bfloat16; called if that decides.
+    """
+    if not hf.get("quantization_config"):
+        return "float32"
+    return "bfloat16" if jax.default_backend() == "cpu" and wide() <= memory // 2 else "released"
 
 
 def _check_params(cfg: DSV4Config, params: Params) -> None:
