@@ -124,8 +124,9 @@ def test_a_checkpoint_is_held_as_the_device_computes_it(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_policy_gradients(capsys):
-    """examples/rollout.py: what sampling says and what scoring says is the same, under each round's weights."""
-    rounds = load_example("rollout").main(["--rounds", "3"])
-    assert len(rounds) == 3 and all(apart < 1e-4 for _, apart in rounds)
-    assert capsys.readouterr().out.count("round ") == 3
-    assert np.isfinite([reward for reward, _ in rounds]).all()
+    """examples/rollout.py learns; what sampling says and what scoring says is the same, under each round's weights."""
+    rounds = load_example("rollout").main(["--rounds", "6"])
+    assert len(rounds) == 6 and all(apart < 1e-4 for _, apart in rounds)
+    assert capsys.readouterr().out.count("round ") == 6
+    rewards = [reward for reward, _ in rounds]  # from half of the tokens to nearly all
+    assert np.mean(rewards[:2]) < 0.6 and np.mean(rewards[-2:]) > 0.8
