@@ -746,7 +746,7 @@ class KVCacheManager:
             columns: block-table columns a request may need; default: all.
             history: as in `StepShape.bound`.
             slot_copies: states restored and kept in one step (each costs its bytes, used or not);
-                default: up to 4 with prefix caching, else none. Forks need one each.
+                default: up to 4 with prefix caching, unless states lie in blocks, else none. Forks need one each.
             block_copies: partial blocks that forks copy in one step.
 
         Raises:
@@ -761,7 +761,7 @@ class KVCacheManager:
         columns = self.size.max_blocks_per_request if columns is None else columns
         caching = self.cache.caching
         if slot_copies is None:
-            slot_copies = min(sequences, 4) if caching else 0
+            slot_copies = min(sequences, 4) if caching and not self.cache.snapshot_blocks else 0
         shape = StepShape.bound(
             self.layout,
             sequences,

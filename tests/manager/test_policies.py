@@ -394,12 +394,13 @@ def test_states_in_blocks_need_no_share_of_their_own() -> None:
 
     def found(prompts: list[list[int]], size: CacheSize, states: str) -> int:
         manager = KVCacheManager(layout, size, policy=CachePolicy(snapshots=ends, states=states))
-        hits = 0
+        hits, shape = 0, manager.pinned_shape(1, 32 * block, history=True)
+        assert shape.slot_copies == (states == "slots"), "to and from blocks they go beside the step"
         for prompt in prompts * 2:
             request = manager.admit_request(prompt)
             hits += request.num_hit // block
             while request.num_pending:
-                manager.plan_step(manager.schedule(10**6))
+                manager.plan_step(manager.schedule(10**6, shape=shape), shape=shape)
                 manager.take_transfers()
             manager.release_request(request)
             manager.check_integrity()
