@@ -17,6 +17,7 @@ from dsv4_jax.manager.prefix.eviction_policies import LRU
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+MADE = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 MODULES = sorted((ROOT / "dsv4_jax").rglob("*.py"))
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
@@ -101,7 +102,7 @@ def test_every_public_class_and_function_is_declared() -> None:
         if (names := declared(tree)) is None:
             continue
         checked += 1
-        made = [node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+        made = [node.name for node in tree.body if isinstance(node, MADE)]
         missing += [f"{path.relative_to(ROOT)}: {x}" for x in made if not x.startswith("_") and x not in names]
         assert len(set(names)) == len(names), path
     assert not missing and checked > 100, missing
@@ -118,7 +119,7 @@ def test_every_declared_name_is_there() -> None:
             if isinstance(node, ast.Import | ast.ImportFrom)
         }
         bound |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-        bound |= {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+        bound |= {node.name for node in tree.body if isinstance(node, MADE)}
         if path.name == "__init__.py":
             bound |= {other.stem for other in path.parent.iterdir()}
         assert set(declared(tree) or ()) <= bound, path

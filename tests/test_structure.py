@@ -34,6 +34,7 @@ LAYERS = (
     ("model.weights",),
     ("model",),
     ("engine",),
+    ("serve",),
     ("testing", "bench", "weights", "integrations"),
     ("cli", "__init__", "__main__"),
 )

@@ -37,10 +37,10 @@ from .values import byte_count, given_path, natural, positive, short, token_coun
 __all__ = ["add_parser", "run"]
 
 _EXAMPLES = """
-  dsv4-jax serve --checkpoint DIR                                 http://127.0.0.1:8000: a chat there, OpenAI's API below /v1
-  dsv4-jax serve --checkpoint DIR --devices 2 --port 9000         heads and experts over two devices
+  dsv4-jax serve --checkpoint DIR                            http://127.0.0.1:8000: a chat there, OpenAI's API below /v1
+  dsv4-jax serve --checkpoint DIR --devices 2 --port 9000     heads and experts over two devices
   dsv4-jax serve --checkpoint DIR --host 0.0.0.0 --api-keys keys.txt --tls cert.pem key.pem     for other machines
-  dsv4-jax serve --checkpoint DIR --host-memory 64GiB --store cache/    what was computed is found again, after a restart too
+  dsv4-jax serve --checkpoint DIR --host-memory 64GiB --store cache/    what was computed is found again, also later
 """
 _CPU_MEMORY = 2 << 30  # bytes of a CPU that a cache takes if it is not said, at most
 _POLL = 0.2

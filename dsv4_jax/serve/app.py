@@ -6,6 +6,7 @@ import asyncio
 import collections
 import hashlib
 import hmac
+import importlib.metadata
 import importlib.resources
 import json
 import secrets
@@ -24,7 +25,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from .. import __version__
 from .backend import Backend
 from .completions import Completions, Texts
 from .config import Config
@@ -32,12 +32,17 @@ from .generation import EventStream, Generation, watched
 from .problems import ApiError, invalid
 from .requests import Body, Wanted, common, parse, prompts
 
-__all__ = ["Frontend"]
+__all__ = ["Frontend", "as_json", "aside"]
 
+VERSION = importlib.metadata.version("dsv4_jax")
 LONG = 1 << 16  # bytes from which on a body is not worked on in the loop's own thread
 POLL = 0.5  # seconds between two events of the page
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "::1")
-_PAGES = {"/": ("index.html", "text/html"), "/page.css": ("page.css", "text/css"), "/page.js": ("page.js", "text/javascript")}
+_PAGES = {
+    "/": ("index.html", "text/html"),
+    "/page.css": ("page.css", "text/css"),
+    "/page.js": ("page.js", "text/javascript"),
+}
 _POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'"
 
 Endpoint = Callable[["Frontend", Request], Awaitable[Any]]
@@ -136,7 +141,9 @@ class Frontend:
         assert isinstance(error, HTTPException)
         said = f"{request.method} {request.url.path}: {error.detail}"
         self.requests["", error.status_code] += 1
-        found = self._refusal(ApiError(error.status_code, said, code="unknown_url" if error.status_code == 404 else None))
+        found = self._refusal(
+            ApiError(error.status_code, said, code="unknown_url" if error.status_code == 404 else None)
+        )
         found.headers.update(error.headers or {})
         return found
 
@@ -151,9 +158,10 @@ class Frontend:
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
         if self.config.loopback and name not in (*LOOPBACK, *self.config.names):
             raise ApiError(403, f"this server is not called {json.dumps(name)} (--name)", code="wrong_host")
-        if origin is not None and origin not in self.config.cors and "*" not in self.config.cors:
-            if urllib.parse.urlsplit(origin).netloc != host:
-                raise ApiError(403, "pages of other origins may not ask this server (--cors)", code="wrong_origin")
+        if origin is None or {origin, "*"} & set(self.config.cors):
+            return
+        if urllib.parse.urlsplit(origin).netloc != host:
+            raise ApiError(403, "pages of other origins may not ask this server (--cors)", code="wrong_origin")
 
     def _tenant(self, request: Request) -> str | None:
         """Whose key it has; None if there are no keys. Raises `ApiError`."""
@@ -234,7 +242,7 @@ class Frontend:
     def head(self, kind: str) -> dict[str, Any]:
         """Fields of every object that is answered."""
         now, hello = int(time.time()), self.hello()
-        print_ = hashlib.sha256(f"{hello.weights_id} {__version__}".encode()).hexdigest()[:12]
+        print_ = hashlib.sha256(f"{hello.weights_id} {VERSION}".encode()).hexdigest()[:12]
         name = f"{kind}-{secrets.token_hex(12)}"
         return {"id": name, "created": now, "model": self.config.models[0], "system_fingerprint": f"fp_{print_}"}
 
@@ -296,7 +304,7 @@ class Frontend:
         return Response(text + "\n".join(lines), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def version(self, request: Request) -> Response:
-        return as_json({"version": __version__})
+        return as_json({"version": VERSION})
 
     async def models(self, request: Request) -> Response:
         return as_json({"object": "list", "data": [self._model(name) for name in self.config.models]})
@@ -387,10 +395,14 @@ class Frontend:
             self._poller = None
 
     def _page(self, name: str, kind: str) -> Callable[[Request], Awaitable[Response]]:
-        data = importlib.resources.files(__package__).joinpath("page", name).read_bytes()
+        data = importlib.resources.files("dsv4_jax.serve").joinpath("page", name).read_bytes()
 
         async def page(request: Request) -> Response:
-            headers = {"content-security-policy": _POLICY, "x-content-type-options": "nosniff", "cache-control": "no-cache"}
+            headers = {
+                "content-security-policy": _POLICY,
+                "x-content-type-options": "nosniff",
+                "cache-control": "no-cache",
+            }
             return Response(data, 200, headers, kind)
 
         return page

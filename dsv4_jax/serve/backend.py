@@ -30,7 +30,19 @@ class Sample:
         taken: whether the engine has taken it on.
     """
 
-    __slots__ = ("_backend", "_event", "cached", "drawn", "finish", "id", "logprobs", "problem", "taken", "tokens", "top")
+    __slots__ = (
+        "_backend",
+        "_event",
+        "cached",
+        "drawn",
+        "finish",
+        "id",
+        "logprobs",
+        "problem",
+        "taken",
+        "tokens",
+        "top",
+    )
 
     def __init__(self, backend: Backend, number: int, event: asyncio.Event):
         self._backend, self.id, self._event = backend, number, event

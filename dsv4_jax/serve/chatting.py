@@ -16,7 +16,7 @@ from .problems import ApiError, invalid
 from .requests import Body, Wanted
 from .texts import Vocabulary
 
-__all__ = ["ChatForm", "Chats", "Conversation", "chat_completions"]
+__all__ = ["ChatForm", "Chats", "Conversation", "begin", "chat_completions", "chats_of"]
 
 LONG = 1 << 14  # characters from which on a conversation is not encoded in the loop's own thread
 _MAX_MESSAGES, _MAX_TOOLS = 20_000, 1024
@@ -57,7 +57,7 @@ class Chats:
         if body.get("tools") == []:
             raise body.refuse("tools", "an array of tools, one at least")
         try:
-            settings = {"thinking": self._config.thinking} | Chat.settings(body.fields)
+            settings: dict[str, Any] = {"thinking": self._config.thinking} | Chat.settings(body.fields)
             prompt = self.chat.prompt(**settings)
             return Conversation(prompt, self._grammar(body, settings, prompt))
         except CacheError as error:
@@ -120,9 +120,7 @@ def begin(front: Any, conversation: Conversation, wanted: Wanted, effort: Any) -
     most = front.room(len(prompt.ids), wanted.max_tokens, default)
     if conversation.grammar is not None:  # whose end is an end
         wanted.stop_tokens = [*dict.fromkeys([*wanted.stop_tokens, *front.config.end_tokens])]
-    return Generation(
-        front.backend, [prompt.ids], wanted, [most], grammar=conversation.grammar, reuse=prompt.reuse
-    )
+    return Generation(front.backend, [prompt.ids], wanted, [most], grammar=conversation.grammar, reuse=prompt.reuse)
 
 
 class ChatForm:

@@ -12,7 +12,7 @@ from ..text import StopText
 from .generation import SILENCE, Generation, Piece
 from .requests import Wanted
 
-__all__ = ["Completions", "Decoded", "Texts", "usage"]
+__all__ = ["Completions", "Decoded", "Texts", "event", "finite", "joined", "usage"]
 
 
 class Texts(Protocol):
@@ -128,9 +128,7 @@ class Completions:
         self._offsets[piece.index] = at
         tops: list[dict[str, float]] | None = None
         if self._wanted.logprobs:
-            tops = [
-                {self._name(i): value for i, value in zip(ids, values, strict=True)} for ids, values in piece.top
-            ]
+            tops = [{self._name(i): value for i, value in zip(ids, values, strict=True)} for ids, values in piece.top]
         logprobs = [finite(value) for value in piece.logprobs]
         return {"tokens": names, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
 

@@ -1,6 +1,6 @@
 """The process of HTTP: reads its `Config` from stdin and a listening socket from whoever started it.
 
-    python -m dsv4_jax.serve.frontend FD
+python -m dsv4_jax.serve.frontend FD
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .config import Config
 from .problems import ApiError
 from .texts import Vocabulary
 
-__all__ = ["main", "serve"]
+__all__ = ["frontend", "guarded", "main", "serve"]
 
 _SPARE_FILES = 64  # descriptors that are no connections
 
@@ -155,7 +155,7 @@ async def serve(config: Config, listening: socket.socket, ended: asyncio.Event) 
 def main() -> None:
     """The process."""
     logging.getLogger("asyncio").setLevel(logging.ERROR)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     config = Config.load(sys.stdin.buffer.readline())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import pathlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -75,7 +75,7 @@ class Masks:
         return list(ids)
 
 
-def grammars_of(checkpoint: str | os.PathLike[str], vocab_size: int) -> Callable[[Any], Fill]:
+def grammars_of(checkpoint: str | pathlib.Path, vocab_size: int) -> Callable[[Any], Fill]:
     """Makes masks of `dsv4_jax.chat.Constraint`s, as lists. The checkpoint's tokenizer is read for the first."""
     lock, made = threading.Lock(), list[Any]()
 

@@ -69,5 +69,7 @@ def of_engine(kind: str, message: str) -> ApiError:
     if kind == "request":
         return ApiError(400, message)
     if kind in ("engine", "gone", "starting"):
-        return ApiError(503, message, code=f"engine_{kind}" if kind != "engine" else "engine_unavailable", retry_after=5)
+        return ApiError(
+            503, message, code=f"engine_{kind}" if kind != "engine" else "engine_unavailable", retry_after=5
+        )
     return ApiError(500, message, code="engine_failure")

@@ -12,7 +12,7 @@ import deepseek_recipe as recipe
 import msgspec
 from starlette.requests import Request
 
-from .chatting import Chats, Conversation, begin, chats_of
+from .chatting import Chats, begin, chats_of
 from .completions import finite
 from .generation import SILENCE, Generation, Piece
 from .problems import ApiError, invalid
@@ -166,7 +166,9 @@ async def _answer(kind: _Kind, front: Any, request: Request) -> Any:
         raise invalid("n", "n is 1 here")
     for field in ("previous_response_id", "conversation", "background"):
         if kind is _RESPONSES and body.get(field):
-            raise invalid(field, f"{field} is not supported: this server keeps no conversations", "unsupported_parameter")
+            raise invalid(
+                field, f"{field} is not supported: this server keeps no conversations", "unsupported_parameter"
+            )
     chats = chats_of(front)
     asked = await aside(_Asked, kind, front, chats, body)
     prompt = asked.conversation.prompt

@@ -137,9 +137,7 @@ class Server:
         admin = [name for name in ORDERS if name != "update_weights" or update is not None]
         hello = Hello(vocab_size, context, top, queued, weights_id, admin if self._config.admin else [])
         masks = Masks(vocab_size, grammar)
-        self._bridge = Bridge(
-            engine, self.path, hello, masks=masks, queue_tokens=queue_tokens, update=update
-        )
+        self._bridge = Bridge(engine, self.path, hello, masks=masks, queue_tokens=queue_tokens, update=update)
 
     def close(self, timeout: float | None = None) -> None:
         """Ends the frontends, once their answers have ended or `drain_s` is over; then what they had asked for."""

@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Sequence
 
 from ..errors import CheckpointError
+from ..text.byte_level import byte_characters
 from ..untrusted import read_json
 
 __all__ = ["Vocabulary"]
@@ -29,7 +30,7 @@ class Vocabulary:
         try:
             told = read_json(path, _MAX_BYTES)
             vocab, added = told["model"]["vocab"], told.get("added_tokens") or []
-            own = _characters()
+            own = {char: byte for byte, char in enumerate(byte_characters())}
             self._bytes: dict[int, bytes] = {}
             for text, token in vocab.items():
                 self._bytes[token] = bytes(map(own.__getitem__, text)) if own.keys() >= set(text) else text.encode()
@@ -53,10 +54,3 @@ class Vocabulary:
     def is_mark(self, token: int) -> bool:
         """Whether it is a mark, and no text."""
         return token in self._marks
-
-
-def _characters() -> dict[str, int]:
-    """The characters that stand for bytes in byte-level vocabularies."""
-    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = iter(range(256, 512))
-    return {chr(byte if byte in own else next(others)): byte for byte in range(256)}

@@ -1,4 +1,4 @@
-"""The clients and servers of these tests are packages of one Python's environment."""
+"""The servers of these tests are packages of one Python's environment."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-for name in ("starlette", "uvicorn", "msgspec", "deepseek_recipe", "llguidance"):
-    pytest.importorskip(name, reason="the extra serve is installed on Python 3.12 alone")
-
 from .serving import Stand
+
+
+@pytest.fixture(scope="session", autouse=True)
+def extra() -> None:
+    for name in ("starlette", "uvicorn", "msgspec", "deepseek_recipe", "llguidance"):
+        pytest.importorskip(name, reason="the extra serve is installed on Python 3.12 alone")
 
 
 @pytest.fixture(scope="session")

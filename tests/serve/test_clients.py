@@ -1,4 +1,4 @@
-"""OpenAI's and Anthropic's own clients against the server: chats, streams, tools, schemas, log-probabilities, errors."""
+"""OpenAI's and Anthropic's own clients against the server: chats, streams, tools, schemas, errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,12 @@ PARAMETERS = {
 }
 TOOL = {"name": "weather", "description": "Tells the weather.", "parameters": PARAMETERS, "strict": True}
 TOOLS = [{"type": "function", "function": TOOL}]
-SCHEMA = {"type": "object", "properties": {"sure": {"type": "boolean"}}, "required": ["sure"], "additionalProperties": False}
+SCHEMA = {
+    "type": "object",
+    "properties": {"sure": {"type": "boolean"}},
+    "required": ["sure"],
+    "additionalProperties": False,
+}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
 THINK = {"thinking": {"type": "enabled"}}
 # DeepSeek's package drops bytes at the end of an answer that are no characters, as noise has them: letters only.
@@ -159,7 +164,9 @@ def test_messages(claude):
     count = claude.messages.count_tokens(model="tiny", system="Be brief.", messages=ASKED[1:])
     assert count.input_tokens == last.usage.input_tokens + last.usage.cache_read_input_tokens
     tool = {"name": "weather", "description": "Tells the weather.", "input_schema": PARAMETERS, "strict": True}
-    called = claude.messages.create(**asked | {"max_tokens": 400, "extra_body": {}}, tools=[tool], tool_choice={"type": "any"})
+    called = claude.messages.create(
+        **asked | {"max_tokens": 400, "extra_body": {}}, tools=[tool], tool_choice={"type": "any"}
+    )
     assert called.stop_reason == "tool_use" and set(called.content[0].input) == {"city", "days"}
     stop = text[len(text) // 2 :][:2]
     cut = claude.messages.create(**asked, stop_sequences=[stop])

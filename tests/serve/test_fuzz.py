@@ -1,4 +1,4 @@
-"""Requests of all kinds, most of them wrong, and clients that go at any moment: an error of the API's form, nothing held."""
+"""Requests of all kinds, most of them wrong, and clients that go at any moment: typed errors, nothing held."""
 
 from __future__ import annotations
 
@@ -48,16 +48,55 @@ ODD: list[Any] = [
     {"type": "object"},
     {"": None},
 ]
-NUMBERS = ("n", "seed", "top_k", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "min_tokens", "priority")
-OTHERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "stream_options")
-MORE = ("stop", "logit_bias", "tools", "tool_choice", "response_format", "user", "cache_salt", "messages", "prompt", "input")
-MOST = ("reasoning_effort", "thinking", "chat_template_kwargs", "parallel_tool_calls", "stop_token_ids", "system", "text")
+NUMBERS = (
+    "n",
+    "seed",
+    "top_k",
+    "max_tokens",
+    "max_completion_tokens",
+    "logprobs",
+    "top_logprobs",
+    "min_tokens",
+    "priority",
+)
+OTHERS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "stream_options",
+)
+MORE = (
+    "stop",
+    "logit_bias",
+    "tools",
+    "tool_choice",
+    "response_format",
+    "user",
+    "cache_salt",
+    "messages",
+    "prompt",
+    "input",
+)
+MOST = (
+    "reasoning_effort",
+    "thinking",
+    "chat_template_kwargs",
+    "parallel_tool_calls",
+    "stop_token_ids",
+    "system",
+    "text",
+)
 FIELDS = (*NUMBERS, *OTHERS, *MORE, *MOST, "model", "stream", "echo", "metadata", "reasoning", "max_output_tokens")
 
 
 def good(chance: random.Random, route: str) -> dict[str, Any]:
     """A request that could be answered."""
-    words = " ".join(chance.choice(("cache", "block", "token", "\u4e16\u754c", "<think>")) for _ in range(chance.randrange(1, 30)))
+    words = " ".join(
+        chance.choice(("cache", "block", "token", "\u4e16\u754c", "<think>")) for _ in range(chance.randrange(1, 30))
+    )
     turns = [{"role": "user", "content": words}]
     body: dict[str, Any] = {"model": "tiny"}
     if route == "/v1/completions":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -149,10 +150,8 @@ def test_ten_thousand_slow_connections(tmp_path):
 
 
 def with_byte(connection: socket.socket) -> None:
-    try:
+    with contextlib.suppress(OSError):
         connection.sendall(b"G")
-    except OSError:
-        pass
 
 
 def test_a_frontend_that_dies_takes_its_requests_along(tmp_path):
@@ -182,7 +181,8 @@ def test_an_engine_that_ends_is_told_of(tmp_path):
         stand.engine.close()
         rest = b""
         while b"[DONE]" not in rest:
-            assert (part := connection.recv(1 << 16)), rest[-300:]
+            part = connection.recv(1 << 16)
+            assert part, rest[-300:]
             rest += part
         assert b'"error"' in rest
         status, data = stand.get("/health")
@@ -200,7 +200,12 @@ def test_an_engine_that_ends_is_told_of(tmp_path):
 def test_keys_origins_and_names(tmp_path):
     keys = {"me": "my-secret-key", "you": "your-secret-key"}
     with Stand(tmp_path, keys=keys, cors=["https://good.example"], names=["server.example"]) as stand:
-        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "my-secret-key"}, {"x-api-key": "\xff"}):
+        for headers in (
+            {},
+            {"authorization": "Bearer wrong"},
+            {"authorization": "my-secret-key"},
+            {"x-api-key": "\xff"},
+        ):
             status, said = stand.post("/v1/completions", LONG | {"max_tokens": 1}, headers=headers)
             assert (status, said["error"]["code"]) == (401, "invalid_api_key")
         body = {"model": "tiny", "prompt": [*range(9, 109)], "max_tokens": 1, "seed": 1}
@@ -229,14 +234,20 @@ def test_keys_origins_and_names(tmp_path):
 def test_tls(tmp_path):
     made = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1 -subj /CN=localhost"
     files = [str(tmp_path / name) for name in ("cert.pem", "key.pem")]
-    subprocess.run([*made.split(), "-addext", "subjectAltName=IP:127.0.0.1", "-out", files[0], "-keyout", files[1]], check=True, capture_output=True)
+    subprocess.run(
+        [*made.split(), "-addext", "subjectAltName=IP:127.0.0.1", "-out", files[0], "-keyout", files[1]],
+        check=True,
+        capture_output=True,
+    )
     with Stand(tmp_path, certificate=files[0], key=files[1], attach=False) as stand:
         stand.attach()
         trusted = ssl.create_default_context(cafile=files[0])
 
         def ready() -> bool:
             try:
-                with urllib.request.urlopen(f"https://127.0.0.1:{stand.port}/ready", context=trusted, timeout=30) as said:
+                with urllib.request.urlopen(
+                    f"https://127.0.0.1:{stand.port}/ready", context=trusted, timeout=30
+                ) as said:
                     return said.status == 200
             except OSError:
                 return False
