@@ -21,7 +21,7 @@ from .serving import VOCAB, Stand
 
 CFG = DSV4Config.tiny(layer_types=(HCA,), vocab_size=VOCAB)
 LAYOUT = CacheLayout(CFG, "f32", "f32", block_tokens=16)
-SIZE, MOST, SEED = CacheSize(240, 4, 90, num_snapshots=8), 12, 11
+SIZE, MOST, SEED = CacheSize(600, 4, 90, num_snapshots=40), 12, 11
 WORDS = ("cache", "block", "token", "hit", "\u4e16\u754c", "What", "is", "a")
 
 
