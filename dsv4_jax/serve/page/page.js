@@ -234,7 +234,9 @@ async function name() {
     try {
       const response = await fetch("v1/models", { headers: headers() });
       if (!response.ok) throw new Error(await failure(response));
-      model = (await response.json()).data[0].id;
+      const first = (await response.json()).data[0];
+      model = first.id;
+      if (first.max_model_len) $("most").value = Math.min($("most").value, Math.ceil(first.max_model_len / 4));
       $("model").textContent = model;
       document.title = model + " · dsv4_jax";
       return;
