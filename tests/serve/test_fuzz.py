@@ -211,7 +211,7 @@ def test_fuzz(stand, count):
     assert stand.post("/v1/completions", {"model": "tiny", "prompt": "Hi"})[0] == 200
 
 
-@pytest.mark.parametrize("seconds", [2.0, pytest.param(600.0, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("seconds", [1.0, pytest.param(600.0, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
 def test_soak(tmp_path, seconds):
     """Streams and answers, many of them left; in the end no slot, block or file descriptor is held."""
     with Stand(tmp_path, slots=6, blocks=300, queue_tokens=20_000) as stand:

@@ -39,7 +39,7 @@ def opened(stand: Stand, path: str, body, *, read: int = 1) -> socket.socket:
     return connection
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("stream", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_client_that_goes_ends_its_request(tmp_path, stream):
     with Stand(tmp_path, on_get=slow) as stand:
         connections = [opened(stand, "/v1/completions", LONG | {"stream": stream}, read=0) for _ in range(6)]
@@ -230,6 +230,7 @@ def test_keys_origins_and_names(tmp_path):
         assert answered["access-control-allow-origin"] == "https://good.example"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl to make a certificate with")
 def test_tls(tmp_path):
     made = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1 -subj /CN=localhost"
@@ -255,6 +256,7 @@ def test_tls(tmp_path):
         wait_for(ready)
 
 
+@pytest.mark.slow
 def test_answers_end_before_the_server_does(tmp_path):
     with (
         Stand(tmp_path, on_get=slow, drain_s=30.0) as stand,

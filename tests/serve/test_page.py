@@ -57,6 +57,7 @@ def test_second_turn_hits_the_blocks_of_the_first(tmp_path, stand):
         assert browser.problems == []
 
 
+@pytest.mark.slow
 def test_page_says_what_is_wrong(tmp_path):
     (tmp_path / "profile").mkdir()
     with Stand(tmp_path, keys={"me": "a-secret-key"}) as stand, Browser(tmp_path / "profile") as browser:
