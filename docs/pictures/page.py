@@ -2,7 +2,7 @@
 
 Where a model would be is a stand-in that says two sentences; the cache's numbers are the engine's own.
 
-    python docs/pictures/page.py
+    python -m docs.pictures.page
 """
 
 from __future__ import annotations
@@ -11,22 +11,20 @@ import contextlib
 import importlib.util
 import pathlib
 import shutil
-import sys
 import tempfile
 import threading
 import time
 from typing import Any, ClassVar
-
-ROOT = pathlib.Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
 
 from dsv4_jax.engine import ShadowExecutor
 from dsv4_jax.text import Tokenizer
 from tests.serve import serving
 from tests.serve.browser import Browser
 
+ROOT = pathlib.Path(__file__).parents[2]
+
 SAID = (
-    "A prefix cache keeps what was computed of a prompt: whoever asks again with the same beginning gets it for nothing.",
+    "A prefix cache keeps what was computed of a prompt: whoever asks again with the same beginning has it for free.",
     "Each block holds 128 tokens' keys, for every layer; only new text is computed.",
 )
 VOCAB, END, THOUGHT = 129280, 1, 128822
