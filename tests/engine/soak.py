@@ -305,9 +305,9 @@ class Users:
 
     def compile(self) -> None:
         """All executables, before deadlines count and what is done to the engine hits them."""
-        self.engine.warm_up()
         asked = [dict(logprobs=1)]
-        if self.scene.all_kinds:
+        if self.scene.all_kinds:  # else nobody asks for less
+            self.engine.warm_up()
             warm, strict = dict(sampling=model.Sampling(presence_penalty=1.0)), dict(mask=functools.partial(_mask, 0))
             asked = [a | b | c for a in ({}, *asked) for b in ({}, warm) for c in ({}, strict)]
         for options in asked:  # alone: its own kind, in chunks, loops and single steps
