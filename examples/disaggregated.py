@@ -12,14 +12,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import functools
 import json
 import multiprocessing as mp
-import multiprocessing.connection as channel
+import os
+import queue
+import signal
 import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.managers import SyncManager
 from typing import Any
 
 import numpy as np
@@ -27,10 +31,8 @@ import numpy as np
 import dsv4_jax as dsv4
 from dsv4_jax import model
 from dsv4_jax.engine import Engine, Handle, Limits, Prompt
-from dsv4_jax.engine.build import build
 from dsv4_jax.errors import HandoffError
-from dsv4_jax.manager import BlockHasher, EventLog, Handoff, HashSpec, HostSize, Namespace
-from dsv4_jax.tiers.host_memory import host_memory
+from dsv4_jax.manager import BlockHasher, EventLog, Handoff, HashSpec, HostSize
 from dsv4_jax.tiers.remote import Peer, RecordTransport
 from dsv4_jax.transports import ENGINES, open_engine
 
@@ -51,289 +53,189 @@ SIZES = {  # drafts, cache and host blocks of each host
     "prefill": (0, dsv4.CacheSize(30, 2, 12, num_snapshots=4), 40),
     "decode": (2, dsv4.CacheSize(22, 3, 12, num_snapshots=3), 30),
 }
+KEY, LOST = (
+    b"dsv4_jax",
+    (EOFError, OSError),
+)  # of processes, for one another; what a call of a host that has died raises
 
 
 class Host:
-    """One process: an engine, its transport, and the router at the other end of a pipe."""
+    """What a process serves: an engine and its transport. Every call comes in a thread of its own."""
 
     peer: Peer | None = None
-    alone: Engine | None = None
 
-    def __init__(self, pipe: channel.Connection, kind: str, engine: str, address: str, fault: str):
-        self.pipe, self.fault, self.sending = pipe, fault, threading.Lock()
+    def __init__(self, kind: str, engine: str, address: str, fault: str):
         drafts, self.size, blocks = SIZES[kind]
         self.layout = dsv4.CacheLayout(CONFIG, "f32", "f32", block_tokens=BLOCK, draft_tokens=drafts, include_mtp=True)
-        self.options = dict(
-            chunk_tokens=48, drafts=drafts, weights_id="seed 0", limits=Limits(patience=PATIENCE, lease=LEASE)
-        )
-        self.params = model.init_params(CONFIG, seed=0, mtp=True)
-        options = {"address": address} if engine == "jax" and address else {}
-        self.transport = RecordTransport(open_engine(engine, **options), timeout=PATIENCE)
-        self.events, host = EventLog(), HostSize.of(self.layout, blocks, 6)
-        core, self.executor = build(
-            self.params,
-            self.layout,
-            self.size,
-            host=host,
-            events=[self.events],
-            transport=self.transport,
-            **self.options,  # type: ignore[arg-type]
-        )
-        self.engine, self.handles, self.seen = Engine(core, self.executor), dict[int, Handle](), 0
-        self.late = list[tuple[float, int, bytes | None]]()
+        limits, self.params = Limits(patience=PATIENCE, lease=LEASE), model.init_params(CONFIG, seed=0, mtp=True)
+        self.options: Any = dict(chunk_tokens=48, drafts=drafts, weights_id="seed 0", limits=limits)
+        reached = open_engine(engine, address=address) if engine == "jax" and address else open_engine(engine)
+        self.transport = RecordTransport(reached, timeout=PATIENCE)
         if fault == "lost-acknowledgement":
             self.transport.notify = lambda peer, message: None  # type: ignore[method-assign]
+        self.fault, self.log, self.seen, self.handles = fault, EventLog(), 0, dict[int, Handle]()
+        host, here = HostSize.of(self.layout, blocks, 6), dict(events=[self.log], transport=self.transport)
+        self.engine = Engine.of(self.params, self.layout, self.size, host=host, **here, **self.options)
         self.engine.warm_up()
-        self.tell("ready", self.transport.published, self.engine.managers[0].hash_spec)
 
-    def tell(self, *what: Any) -> None:
-        """From the engine's thread, too."""
-        with self.sending, contextlib.suppress(OSError):
-            self.pipe.send(what)
+    def about(self) -> tuple[int, bytes | None, HashSpec]:
+        """Its process, what others connect with, and what its digests are made of."""
+        return os.getpid(), self.transport.published, self.engine.managers[0].hash_spec
 
-    def run(self) -> None:
-        """Until the router says so, or is gone."""
-        with contextlib.suppress(EOFError, OSError), self.transport, self.engine:
-            while True:
-                while self.pipe.poll(0.005):
-                    word, *what = self.pipe.recv()
-                    if word == "stop":
-                        return
-                    getattr(self, word)(*what)
-                for number, _handle in [item for item in self.handles.items() if item[1].done]:
-                    done = self.handles.pop(number).result()
-                    self.tell("ended", number, done.finish, done.tokens, done.cached)
-                events, _ = self.events.since(self.seen)
-                if events:
-                    self.seen = events[-1].sequence
-                    self.tell("events", [(event.kind, event.digest) for event in events])
-                now = time.monotonic()
-                for item in [item for item in self.late if item[0] <= now]:
-                    self.late.remove(item)
-                    with contextlib.suppress(HandoffError):  # of another life of the prefill host, say
-                        self.engine.receive(*item[1:])
-
-    def compute(self, number: int, tokens: list[int]) -> None:
-        """A prompt for the other host."""
-
-        def export(part: bytes) -> None:
-            blocks = Handoff.from_json(part).blocks
-            if self.fault == "torn-record" and blocks and self.executor.host is not None:
-                host_memory(self.executor.host)[blocks[0]] ^= 1
-            self.tell("part", number, part)
-
-        self.handles[number] = self.engine.add(Prompt(tokens=tokens, export=export))
+    def compute(self, tokens: list[int]) -> Iterator[bytes | None]:
+        """The parts of a hand-off, as they can be told; None at the end if that is not all."""
+        parts: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        handle = self.engine.add(Prompt(tokens=tokens, export=parts.put))
+        if self.fault == "stale-lease":
+            handle.result(), time.sleep(1.2 * LEASE)
+        while not (handle.done and parts.empty()):
+            with contextlib.suppress(queue.Empty):
+                handoff = Handoff.from_json(parts.get(timeout=0.01))
+                if self.fault == "torn-record" and handoff.sums:
+                    handoff = dataclasses.replace(handoff, sums=(bytes(len(handoff.sums[0])), *handoff.sums[1:]))
+                yield handoff.to_json()
+        if handle.result().finish != "handoff":
+            yield None
 
     def connect(self, metadata: bytes) -> None:
         if self.peer is not None:
             self.transport.disconnect(self.peer)  # who waits for it goes on alone
         self.peer = self.transport.connect(metadata)
 
-    def answer(self, number: int, tokens: list[int], count: int, remote: bool) -> None:
+    def add(self, number: int, tokens: list[int], count: int, remote: bool) -> None:
         asked = Prompt(tokens=tokens, max_new_tokens=count, peer=self.peer if remote else None, id=number)
         self.handles[number] = self.engine.add(asked)
 
-    def part(self, number: int, data: bytes | None) -> None:
-        self.late.append((time.monotonic() + (1.2 * LEASE if self.fault == "stale-lease" else 0), number, data))
+    def receive(self, number: int, part: bytes | None) -> None:
+        with contextlib.suppress(HandoffError):  # of another life of the prefill host, say
+            self.engine.receive(number, part)
 
-    def lone(self, number: int, tokens: list[int], count: int) -> None:
-        """The answer to a request that runs alone, and finds nothing of others."""
-        self.alone = self.alone or Engine.of(self.params, self.layout, self.size, **self.options)  # type: ignore[arg-type]
-        asked = Prompt(tokens=tokens, max_new_tokens=count, namespace=Namespace(str(number)))
-        self.tell("lone", self.alone.run([asked])[0][0].tokens)
+    def result(self, number: int) -> tuple[list[int], int]:
+        done = self.handles.pop(number).result()
+        return done.tokens, done.cached
 
-    def held(self) -> None:
+    def events(self) -> list[tuple[str, bytes | None]]:
+        """What has changed in its cache since it was asked."""
+        new, _ = self.log.since(self.seen)
+        self.seen += len(new)
+        return [(event.kind, event.digest) for event in new]
+
+    def alone(self, asked: list[tuple[list[int], int]]) -> list[list[int]]:
+        """The answers to requests that find nothing of others."""
+        with Engine.of(self.params, self.layout, self.size, policy=None, **self.options) as engine:
+            answers = engine.run(Prompt(tokens=tokens, max_new_tokens=count) for tokens, count in asked)
+            return [samples[0].tokens for samples in answers]
+
+    def held(self) -> int:
         """What is held for other hosts, or of them: nothing, once leases are over."""
-        self.engine.pause()
         manager, now = self.engine.managers[0], self.engine.stats()
         held = len(manager.leases) + sum(pool.private for pool in manager.stats().cache.pools.values())
-        self.tell("held", held + now.live + now.queued + now.preempted)
-        self.engine.resume()
+        return held + now.live + now.queued + now.preempted
 
 
-def serve(pipe: channel.Connection, *what: str) -> None:
-    """Runs one host."""
-    Host(pipe, *what).run()
-
-
-class Child:
-    """The router's end of a host: of a process that it starts, or of one on another machine."""
-
-    def __init__(self, kind: str, engine: str, fault: str, address: tuple[str, int] | None = None):
-        self.process = None
-        if address is not None:
-            self.pipe: channel.Connection = channel.Client(address, authkey=b"dsv4_jax")
-        else:
-            spawn = mp.get_context("spawn")
-            self.pipe, theirs = spawn.Pipe()
-            self.process = spawn.Process(target=serve, args=(theirs, kind, engine, "", fault), daemon=True)
-            self.process.start()
-            theirs.close()
-        self.alive = True
-
-    @functools.cached_property
-    def ready(self) -> list[Any]:
-        """What others connect with, and what its digests are made of."""
-        return self.wait("ready")
-
-    def tell(self, *what: Any) -> None:
-        with contextlib.suppress(OSError):
-            self.pipe.send(what)
-
-    def heard(self) -> list[Any]:
-        """What it has said; of a host that has died the last words."""
-        messages = []
-        try:
-            while self.pipe.poll(0):
-                messages.append(self.pipe.recv())
-        except (EOFError, OSError):
-            self.alive = False
-        return messages
-
-    def wait(self, word: str) -> list[Any]:
-        while (message := self.pipe.recv())[0] != word:
-            pass
-        return list(message[1:])
-
-    def stop(self) -> None:
-        self.tell("stop")
-        if self.process is not None:
-            self.process.join(10)
-            self.process.kill()
-
-
-@dataclasses.dataclass(eq=False)
-class Asked:
-    """What a user asked for."""
-
-    number: int
-    tokens: list[int]
-    count: int
-    answer: list[int] | None = None
+SyncManager.register("Host", Host, method_to_typeid={"compute": "Iterator"})  # a process that makes and calls them
 
 
 class Router:
-    """Sends prompts to the host that is to compute them, and again when it has died."""
+    """Sends prompts to the host that is to compute them, and again when it has died. Called from many threads."""
 
     def __init__(self, engine: str, fault: str, address: tuple[str, int] | None):
-        self.start = lambda kind: Child(kind, engine, fault, address if kind == "prefill" else None)
-        self.counts, self.asked, self.held = Counter[str](), list[Asked](), set[bytes]()  # digests at the decode host
-        self.prefill, self.decode = self.start("prefill"), self.start("decode")
+        self.engine, self.fault, self.address = engine, fault, address
+        self.counts, self.held, self.lock = Counter[str](), set[bytes](), threading.Lock()  # digests at the decode host
+        with ThreadPoolExecutor() as pool:
+            self.hosts = dict(zip(SIZES, pool.map(self.start, SIZES), strict=True))
+        self.spec: HashSpec = self.hosts["decode"].about()[2]
         self.join()
 
+    def start(self, kind: str) -> Any:
+        """A host, by way of a process of its own, or of one on another machine."""
+        remote = self.address if kind == "prefill" else None
+        process: Any = SyncManager(remote, KEY, ctx=mp.get_context("spawn"))
+        process.connect() if remote else process.start()
+        host = process.Host(kind, self.engine, remote[0] if remote else "", self.fault)
+        host.process = process  # which ends when nobody knows it any more
+        return host
+
     def join(self) -> None:
-        self.decode.tell("connect", self.prefill.ready[0])
+        self.hosts["decode"].connect(self.hosts["prefill"].about()[1])
 
-    def ask(self, tokens: list[int], count: int) -> None:
-        self.asked.append(Asked(len(self.asked), tokens, count))
-        self.send(self.asked[-1])
+    def mend(self) -> None:
+        """Starts again who has died."""
+        with self.lock:
+            for kind, host in self.hosts.items():
+                try:
+                    host.about()
+                except LOST:
+                    self.counts["hosts that died"] += 1
+                    self.hosts[kind] = self.start(kind)
+                    self.held = set() if kind == "decode" else self.held
+                    self.join()
 
-    def send(self, asked: Asked) -> None:
-        spec: HashSpec = self.decode.ready[1]
-        digests = BlockHasher(spec, asked.tokens).digests[: (len(asked.tokens) - 1) // BLOCK]
-        there = next((i for i, digest in enumerate(digests) if digest not in self.held), len(digests))
-        remote = len(digests) - there >= WORTH
-        self.counts["sent to the prefill host" if remote else "sent to the decode host alone"] += 1
-        self.decode.tell("answer", asked.number, asked.tokens, asked.count, remote)
-        if remote:
-            self.prefill.tell("compute", asked.number, asked.tokens)
+    def worth(self, decode: Any, tokens: list[int]) -> bool:
+        """Whether so much of a prompt is not at the decode host that the prefill host is to compute it."""
+        with self.lock:
+            for kind, digest in decode.events():
+                self.held.add(digest) if kind == "stored" else self.held.discard(digest)
+            digests = BlockHasher(self.spec, tokens).digests[: (len(tokens) - 1) // BLOCK]
+            there = next((i for i, digest in enumerate(digests) if digest not in self.held), len(digests))
+            return len(digests) - there >= WORTH
 
-    @property
-    def open(self) -> list[Asked]:
-        return [asked for asked in self.asked if asked.answer is None]
-
-    def turn(self) -> None:
-        channel.wait([self.prefill.pipe, self.decode.pipe], 0.01)
-        for word, number, *what in self.prefill.heard():
-            if word == "part":
-                self.counts["parts of hand-offs"] += 1
-                self.decode.tell("part", number, what[0])
-            elif word == "ended" and what[0] != "handoff":
-                self.decode.tell("part", number, None)
-        for word, what, *more in self.decode.heard():
-            if word == "events":
-                for kind, digest in what:
-                    self.held.add(digest) if kind == "stored" else self.held.discard(digest)
-            elif word == "ended":
-                _, self.asked[what].answer, found = more
-                self.counts["tokens found"] += found
-        if not self.prefill.alive:
-            self.counts["hosts that died"] += 1
-            self.prefill = self.start("prefill")
-            self.join()
-        if not self.decode.alive:
-            self.counts["hosts that died"] += 1
-            self.decode, self.held = self.start("decode"), set()
-            self.join()
-            for asked in self.open:
-                self.send(asked)
-
-    def finish(self) -> int:
-        """What the hosts hold once leases are over: nothing."""
-        until = time.monotonic() + 4 * LEASE
+    def answer(self, number: int, tokens: list[int], count: int) -> list[int]:
         while True:
-            held = 0
-            for child in (self.prefill, self.decode):
-                child.tell("held")
-                held += child.wait("held")[0]
-            if not held or time.monotonic() > until:
-                return held
-            time.sleep(LEASE / 8)
+            prefill, decode = self.hosts.values()
+            with contextlib.suppress(*LOST):
+                remote = self.worth(decode, tokens)
+                self.counts["sent to the prefill host" if remote else "sent to the decode host alone"] += 1
+                decode.add(number, tokens, count, remote)
+                with contextlib.suppress(*LOST):
+                    for part in prefill.compute(tokens) if remote else ():
+                        self.counts["parts of hand-offs"] += 1
+                        decode.receive(number, part)
+                self.mend()  # if it was the prefill host, this one goes on alone
+                answer, found = decode.result(number)
+                self.counts["tokens found"] += found
+                return answer
+            self.mend()
 
 
 def prompts(count: int, seed: int) -> list[tuple[list[int], int]]:
     """Returns prompts that ask about two documents."""
     rng = np.random.default_rng(seed)
-
-    def text(low: int, high: int) -> list[int]:
-        return rng.integers(0, CONFIG.vocab_size, rng.integers(low, high + 1)).tolist()
-
-    documents = [text(64, 100) for _ in range(2)]
-    return [(documents[rng.integers(2)] + text(4, 50), int(rng.integers(8, 20))) for _ in range(count)]
+    documents, each = rng.integers(0, CONFIG.vocab_size, (2, 90)), rng.integers((0, 4, 8), (2, 51, 20), (count, 3))
+    ends = (rng.integers(0, CONFIG.vocab_size, more) for _, more, _ in each)
+    return [([*documents[i].tolist(), *next(ends).tolist()], int(answer)) for i, _, answer in each]
 
 
 def main(argv: list[str] | None = None) -> int:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, epilog=EXAMPLES, formatter_class=raw)
+    parser = argparse.ArgumentParser(None, None, __doc__, EXAMPLES, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--requests", type=int, default=16, metavar="N", help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts (default: %(default)s)")
     parser.add_argument("--fault", choices=FAULTS, default="none", help="what goes wrong (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--engine", choices=ENGINES, default="loopback", help="what moves records (default: loopback)")
-    parser.add_argument("--address", metavar="HOST:PORT", help="of the prefill host, on another machine")
-    parser.add_argument("--prefill", action="store_true", help="be that prefill host, for one router")
+    place = lambda text: (text.rpartition(":")[0], int(text.rpartition(":")[2]))  # noqa: E731
+    parser.add_argument("--address", type=place, metavar="HOST:PORT", help="of the prefill host, on another machine")
+    parser.add_argument("--prefill", action="store_true", help="be that prefill host, until somebody ends it")
     args = parser.parse_args(argv)
-    place, _, port = (args.address or "").rpartition(":")
-    if (args.prefill and not args.address) or (args.address and not (place and port.isdecimal())):
-        parser.error("--address: HOST:PORT")
-    address = (place, int(port)) if args.address else None
-    if address and args.fault == "kill-prefill":
-        parser.error("--fault kill-prefill: it is another's process")
+    if args.prefill if args.address is None else args.fault == "kill-prefill":
+        parser.error("--prefill needs an --address; --fault kill-prefill is for a process of one's own, without")
     if args.prefill:
-        with channel.Listener(address, authkey=b"dsv4_jax") as listener:
-            serve(listener.accept(), "prefill", args.engine, place, args.fault)
-        return 0
+        SyncManager(args.address, KEY).get_server().serve_forever()
 
-    router, start, wrong = Router(args.engine, args.fault, address), time.perf_counter(), 0
-    try:
-        waiting = prompts(args.requests, args.seed)
-        victim = args.fault.removeprefix("kill-") if args.fault.startswith("kill-") else None
-        while waiting or router.open:
-            while waiting and len(router.open) < 4:
-                router.ask(*waiting.pop(0))
-            router.turn()
-            if victim and len(router.asked) - len(router.open) >= args.requests // 4:  # answered
-                getattr(router, victim).process.kill()
-                victim = None
-        numbers: dict[str, Any] = {"answered": len(router.asked), "seconds": round(time.perf_counter() - start, 2)}
-        for asked in router.asked:
-            router.decode.tell("lone", asked.number, asked.tokens, asked.count)
-            wrong += router.decode.wait("lone")[0] != asked.answer
-        numbers |= {**router.counts, "wrong": wrong, "held": router.finish()}
-    finally:
-        router.prefill.stop(), router.decode.stop()
+    router, start = Router(args.engine, args.fault, args.address), time.perf_counter()
+    asked, answers, victim = prompts(args.requests, args.seed), list[list[int]](), args.fault.removeprefix("kill-")
+    with ThreadPoolExecutor(4) as pool:
+        for answer in pool.map(router.answer, range(len(asked)), *zip(*asked, strict=True)):
+            answers.append(answer)
+            if len(answers) == args.requests // 4 and victim in router.hosts:
+                os.kill(router.hosts[victim].about()[0], signal.SIGKILL)
+    numbers: dict[str, Any] = {"answered": len(answers), "seconds": round(time.perf_counter() - start, 2)}
+    wrong, until = sum(map(list.__ne__, router.hosts["decode"].alone(asked), answers)), time.monotonic() + 4 * LEASE
+    while (held := sum(host.held() for host in router.hosts.values())) and time.monotonic() < until:
+        time.sleep(LEASE / 8)  # leases end
+    numbers |= {**router.counts, "wrong": wrong, "held": held}
     print(json.dumps(numbers, indent=2) if args.json else "\n".join(f"{name:32}{n:>8}" for name, n in numbers.items()))
-    return 1 if wrong or numbers["held"] else 0
+    return 1 if wrong or held else 0
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""examples/serve.py: everything is served, under pressure, and as it would be without any cache."""
+"""examples/serve.py and disaggregated.py: everything is answered, under pressure, as it would be without any cache."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from types import ModuleType
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from dsv4_jax.engine import Core, Engine, ShadowExecutor, shapes_of
 from dsv4_jax.manager import KVCacheManager
 
+from ..clock import PATIENCE
 from ..examples import load_example
 
 
@@ -74,3 +77,15 @@ def test_help_has_examples(example: ModuleType, capsys) -> None:
     with pytest.raises(SystemExit, match="0"):
         example.main(["--help"])
     assert "--no-cache " in (text := capsys.readouterr().out) and "examples:" in text
+
+
+@pytest.mark.slow
+def test_two_hosts_answer_as_one_alone() -> None:
+    """Two processes, and records that are not what their checksums were made of."""
+    program = load_example("disaggregated").__file__
+    argv = [sys.executable, str(program), "--requests", "6", "--fault", "torn-record", "--json"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=2 * PATIENCE)
+    assert done.returncode == 0, done.stderr
+    numbers = json.loads(done.stdout)
+    assert (numbers["answered"], numbers["wrong"], numbers["held"]) == (6, 0, 0)
+    assert numbers["parts of hand-offs"] and numbers["sent to the prefill host"]
