@@ -21,7 +21,7 @@ from .printing import one_line, say
 
 __all__ = ["entry", "main"]
 
-_COMMANDS = ("demo", "init", "generate", "serve", "logits", "plan", "simulate", "bench", "doctor", "build")
+_COMMANDS = ("demo", "init", "generate", "chat", "serve", "logits", "plan", "simulate", "bench", "doctor", "build")
 _EXAMPLES = """\
 examples:
   dsv4-jax demo                                                  real text through the cache, checked
@@ -29,6 +29,7 @@ examples:
   dsv4-jax plan --model flash --hbm 80GiB --context 128K         how many requests fit?
   dsv4-jax simulate trace.jsonl --hbm 20GiB                      what would prefix caching find?
   dsv4-jax generate --checkpoint DIR --prompt 'Once upon a time' text from a checkpoint
+  dsv4-jax chat --checkpoint DIR                                 a conversation in the terminal
   dsv4-jax serve --checkpoint DIR                                the same behind HTTP, and a page
   dsv4-jax logits --checkpoint DIR --tokens t.npy --out l.npy    to compare with another engine
   dsv4-jax bench attend --quick                                  does it run, and is it right?

@@ -17,7 +17,7 @@ from .values import short
 if TYPE_CHECKING:
     from ..engine import Output
 
-__all__ = ["Answer", "AnswerPrinter", "Speed"]
+__all__ = ["Answer", "AnswerPrinter", "Speed", "write_text"]
 
 # Of a terminal, control characters would move the cursor and more; lines and tabs may stay.
 _CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
@@ -115,7 +115,7 @@ class AnswerPrinter:
             return
         if len(self._answers) == 1:
             self._progress.stop()
-            _write(piece + ("\n" if answer.end else ""))
+            write_text(piece + ("\n" if answer.end else ""))
             self._line_open = answer.end is None
         elif answer.end:
             self._whole(index, answer.end)
@@ -125,7 +125,7 @@ class AnswerPrinter:
         if self._silent:
             return
         if self._line_open:
-            _write("\n")
+            write_text("\n")
         for index, answer in enumerate(self._answers):
             if len(self._answers) > 1 and answer.end is None and answer.tokens:
                 self._whole(index, "interrupted")
@@ -134,7 +134,7 @@ class AnswerPrinter:
         answer = self._answers[index]
         named = short(answer.prompt.text or ",".join(map(str, answer.prompt.tokens[:20])))
         with self._progress.paused():
-            _write(f"[{index + 1}] {named}: {len(answer.tokens)} tokens, {end}\n{answer}\n\n")
+            write_text(f"[{index + 1}] {named}: {len(answer.tokens)} tokens, {end}\n{answer}\n\n")
 
 
 @dataclasses.dataclass
@@ -204,7 +204,7 @@ def _rate(count: int, seconds: float) -> float | None:
     return count / seconds if seconds else None
 
 
-def _write(text: str) -> None:
+def write_text(text: str) -> None:
     """Writes to stdout; characters that it has no bytes for as escapes."""
     if sys.stdout is None:  # it was closed
         return

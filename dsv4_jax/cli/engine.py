@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..capacity import largest_fitting
+from ..capacity import device_limit, largest_fitting
 from ..errors import OptionError
 from ..layout import CacheLayout, CacheSize
 from ..records import block_record, snapshot_layouts, snapshot_record
@@ -32,6 +32,14 @@ class DeviceMemory(NamedTuple):
 
     total: int
     weights: int
+
+    @classmethod
+    def beside(cls, weights: int) -> DeviceMemory:
+        """Of this machine's device. Raises `OptionError` if the weights leave nothing of it."""
+        memory = cls(device_limit(), weights)
+        if memory.free <= 0:
+            raise OptionError(f"--weights: they take {human(weights)}, jax has {human(memory.total)} of the device")
+        return memory
 
     @property
     def free(self) -> int:

@@ -12,7 +12,7 @@ from ..config import DSV4Config
 from ..errors import OptionError
 from ..hf_config import read_hf
 from ..manager import CachePolicy, SnapshotPlacement
-from ..text import Tokenizer, stop_tokens_of
+from ..text import Tokenizer
 from .answers import Answer, AnswerPrinter
 from .engine import DeviceMemory, answer, choose_size, open_stores, shares_a_block, weights_name
 from .models import (
@@ -40,8 +40,9 @@ from .options import (
     start_jax,
 )
 from .printing import Progress, human, present, say
-from .prompts import Prompt, add_prompts, encode, given_prompts, open_tokenizer, token_ids
-from .values import byte_count, given_path, natural, number, positive
+from .prompts import Prompt, add_prompts, encode, given_prompts, open_tokenizer
+from .sampling import add_sampling, sampling_of, stops_of
+from .values import byte_count, given_path, natural, positive
 
 __all__ = ["add_parser", "run"]
 
@@ -58,29 +59,14 @@ _EXAMPLES = """
   dsv4-jax generate --checkpoint DIR --tokens 1,2,3 --stop-tokens none       ids in, ids out: needs no tokenizer
 """
 _MIN_CHUNK, _MAX_CHUNK = 64, 2048
-_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-_SAMPLING = {name: f"--{name.replace('_', '-')}" for name in ("temperature", "top_k", "top_p", "min_p", *_PENALTIES)}
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = add_command(commands, "generate", "continues prompts with a checkpoint", __doc__, _EXAMPLES)
     option(parser, "--checkpoint", given_path, "DIR", "config.json, safetensors", required=True)
     add_prompts(parser)
-    sampling = parser.add_argument_group("what is sampled")
-    option(sampling, "--max-new-tokens", positive, "N", "for each prompt", default=128)
-    option(sampling, "--temperature", number, "X", "0: always the likeliest token (default)", default=0.0)
-    option(sampling, "--top-k", natural, "K", "of the K likeliest only (default: all)", default=0)
-    option(sampling, "--top-p", number, "P", "of the fewest that reach P", default=1.0)
-    option(sampling, "--min-p", number, "P", "of those with this share of the likeliest one's chance", default=0.0)
-    option(sampling, "--repetition-penalty", number, "X", "of tokens in prompt or answer (1: none)", default=1.0)
-    option(sampling, "--presence-penalty", number, "X", "of tokens in the answer, once", default=0.0)
-    option(sampling, "--frequency-penalty", number, "X", "of tokens in the answer, as often as there", default=0.0)
+    sampling = add_sampling(parser, limit=128)
     option(sampling, "--logprobs", natural, "N", "report log-probabilities (--json), and those of the N likeliest")
-    option(sampling, "--seed", natural, "N", "of the samples (default: 0)", default=0)
-    stops = "end before one of these; none (default: the checkpoint's)"
-    option(sampling, "--stop-tokens", _stop_tokens, "IDS", stops)
-    stop = "end before this text; several: several times"
-    option(sampling, "--stop", str, "TEXT", stop, action="append", default=[])
     steps = parser.add_argument_group("how it runs")
     form = "matrices in this dtype, or released: FP8 and FP4 as they are"
     add_weights(steps, f"{form} (default: released if they are FP8, on a CPU bfloat16; else float32)")
@@ -256,16 +242,11 @@ def _mesh(shards: int, tensor: int) -> Any:
 
 def _options(args: argparse.Namespace, cfg: DSV4Config, prompts: list[Prompt], shards: int) -> dict[str, Any]:
     """The options of the engine and its prompts that the command line says. Raises `OptionError`."""
-    from ..model import Sampling
-
     drafts = args.draft_tokens
     check_drafts(cfg, drafts)
     if drafts and (args.chunk or _MAX_CHUNK) <= drafts:
         raise OptionError(f"--chunk: a token and its {drafts} drafts are {1 + drafts}, got {args.chunk}")
-    with naming(fields=_SAMPLING):
-        sampling = Sampling(**{name: getattr(args, name) for name in _SAMPLING})
-    with naming("--stop-tokens"):
-        stops = stop_tokens_of(args.checkpoint) if args.stop_tokens is None else args.stop_tokens
+    sampling, stops = sampling_of(args), stops_of(args)
     total = -(-sum(len(prompt.tokens) for prompt in prompts) // shards)
     chunk = _MIN_CHUNK
     while chunk < min(total, args.chunk or _MAX_CHUNK):
@@ -277,7 +258,7 @@ def _options(args: argparse.Namespace, cfg: DSV4Config, prompts: list[Prompt], s
         "chunk_tokens": min(chunk, args.chunk or _MAX_CHUNK),
         "decode_steps": min(args.decode_steps, args.max_new_tokens),
         "drafts": drafts,
-        "stop_tokens": frozenset(stops),
+        "stop_tokens": stops,
         "implementation": args.implementation,
     }
 
@@ -294,8 +275,3 @@ def _needs(prompts: list[Prompt], new: int, ahead: int, cfg: DSV4Config) -> list
                 f"{source}, --max-new-tokens: {len(tokens)} tokens and {new} new ones exceed the model's {limit}"
             )
     return [min(len(tokens) + new - 1 + ahead, limit) for _, tokens, _ in prompts]
-
-
-def _stop_tokens(text: str) -> list[int]:
-    """Parses ids separated by commas, or none."""
-    return [] if text == "none" else token_ids(text)

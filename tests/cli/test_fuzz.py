@@ -28,6 +28,7 @@ from dsv4_jax.cli.answers import Speed
 from dsv4_jax.cli.options import EXIT_STATUS
 from dsv4_jax.cli.printing import present
 from dsv4_jax.engine import ShadowExecutor
+from dsv4_jax.text import save_byte_tokenizer
 
 ODD = (
     "", " ", "\t", "-", "--", "-1", "-0", "0", "+1", "1e400", "1e-400", "nan", "-nan", "inf", "-inf", "1_000", "0.1_5",
@@ -47,6 +48,7 @@ def place(tmp_path_factory) -> pathlib.Path:
     """A folder with a good file for every input."""
     folder = tmp_path_factory.mktemp("inputs")
     model.save_hf(CHECKPOINT, model.init_params(CHECKPOINT, 1), folder / "checkpoint")
+    save_byte_tokenizer(folder / "checkpoint")
     (folder / "t.jsonl").write_text(LINE + "\n")
     np.save(folder / "t.npy", np.arange(3))
     return folder
@@ -56,6 +58,7 @@ def complete(command: str, place: pathlib.Path) -> list[str]:
     """The shortest command line that does something: options that are tried come after it and win."""
     return {
         "bench": ["append", "step", "model"],
+        "chat": ["--checkpoint", str(place / "checkpoint"), "--cache-memory", "8MiB"],
         "generate": ["--checkpoint", str(place / "checkpoint"), "--tokens", "1,2,3"],
         "init": ["checkpoint", "--force"],
         "plan": ["--hbm", "80GiB", "--requests", "4"],
@@ -103,6 +106,7 @@ def no_work(monkeypatch, tmp_path):
     monkeypatch.setattr(model, "init_params", lambda *_, **__: {})
     monkeypatch.setattr("dsv4_jax.bench.model.measure_model", lambda options, params, ceilings: {"model": "tiny"})
     monkeypatch.setattr("dsv4_jax.cli.generate.load", lambda *_, **__: (CHECKPOINT, {}))
+    monkeypatch.setattr("dsv4_jax.cli.chat.load", lambda *_, **__: (CHECKPOINT, {}))
     monkeypatch.setattr("dsv4_jax.engine.build.DeviceExecutor", Shadow)
     monkeypatch.setattr("dsv4_jax.cli.generate.answer", answer_one)
     monkeypatch.setattr("dsv4_jax.cli.logits.feed", lambda *_: (np.zeros((3, 4), np.float32), 1))
@@ -236,7 +240,7 @@ def test_odd_files(kind, place, tmp_path):
 
 def finished(place: pathlib.Path) -> dict[str, list[str]]:
     """A command line of each that ends well, or nearly."""
-    return {name: [name, *complete(name, place)] for name in commands() if name != "demo"}
+    return {name: [name, *complete(name, place)] for name in commands() if name not in ("demo", "serve")}
 
 
 @pytest.mark.slow
