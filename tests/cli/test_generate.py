@@ -190,7 +190,7 @@ def test_what_was_computed_is_found_in_the_next_run(checkpoint, tmp_path, capsys
 
 def test_one_prompt_streams(checkpoint, script, capsys, monkeypatch):
     shown = []
-    monkeypatch.setattr("dsv4_jax.cli.answers._write", shown.append)
+    monkeypatch.setattr("dsv4_jax.cli.answers.write_text", shown.append)
     script([5, 6, 7, 8, 9, 1, 3])
     assert main(generate(checkpoint, "--tokens", "1,2,3", "--max-new-tokens", "5")) == 0
     assert shown == ["5", ",6", ",7", ",8", ",9\n"]
