@@ -1,0 +1,158 @@
+"""What a Dynamo worker is asked, by its command line and by requests, and how it answers in Dynamo's words."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+from typing import Any
+
+from ..cli.values import byte_count, positive
+from ..engine import Engine, Limits, Output
+from ..errors import RequestError
+
+__all__ = ["build_engine", "chunk_of", "load_weights", "parser", "prompt_arguments"]
+
+# How a request ended, as Dynamo says it. (A prefill that ends as "stop" is taken for the whole answer.)
+ENDS = {"stop": "stop", "length": "length", "handoff": "length", "abort": "cancelled", "deadline": "cancelled"}
+SIZES = ("memory", "max_requests", "max_context", "chunk_tokens", "decode_steps", "drafts")
+_FILTERS = ("temperature", "top_p", "top_k", "min_p", "seed")
+_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="python -m dsv4_jax.integrations.dynamo", description="A worker of NVIDIA Dynamo."
+    )
+    add = made.add_argument
+    add("--checkpoint", type=pathlib.Path, required=True, help="folder with config.json, weights and the tokenizer")
+    add("--served-model-name", help="default: the folder's name")
+    add(
+        "--mode", choices=("agg", "prefill", "decode"), default="agg", help="all of a request, or a part (default: agg)"
+    )
+    add("--namespace", default="dynamo")
+    add("--component", help="default: backend, or prefill")
+    add("--discovery-backend", default="file", help="file (DYN_FILE_KV says where), etcd, kubernetes (default: file)")
+    add("--tool-call-parser", default="deepseek_v4", help="of the frontend (default: deepseek_v4)")
+    add("--reasoning-parser", default="deepseek_v4", help="of the frontend (default: deepseek_v4)")
+    add("--no-kv-routing", action="store_true", help="tell no router of blocks and load")
+    add("--devices", type=positive, default=1, help="that share the heads")
+    add("--memory", type=byte_count, help="of the device, for the cache (default: 0.9 of it, weights included)")
+    add(
+        "--host-memory",
+        type=byte_count,
+        default=0,
+        help="of the host tier (default: none; 1GiB for prefill and decode)",
+    )
+    for name in SIZES[1:]:
+        add(f"--{name.replace('_', '-')}", type=positive, help="as `Engine.of`")
+    add("--block-tokens", type=positive, default=128, help="of a block, as the frontend is told (default: 128)")
+    add("--queue", type=positive, default=4096, help="requests that wait; others are refused (default: 4096)")
+    add("--watchdog", type=float, help="seconds that a call of the device may take")
+    add("--weights-id", help="name of the weights, the same on hosts that hand over (default: the folder's path)")
+    add("--transport", default="nixl", help="of prefill and decode: nixl, jax, ... (default: nixl)")
+    add("--transport-address", help="of this host, that the others reach")
+    return made
+
+
+def prompt_arguments(request: Any, context: int) -> dict[str, Any]:
+    """A request of Dynamo's, whose values may all be null, as arguments of a `Prompt`.
+
+    Args:
+        context: tokens of a request, answer included. A longer answer is cut there.
+
+    Raises:
+        RequestError: the prompt is too long, or something is asked for that cannot be done.
+    """
+    from ..model import Sampling
+
+    tokens = [int(token) for token in request["token_ids"]]
+    draw, stop, out = (request.get(key) or {} for key in ("sampling_options", "stop_conditions", "output_options"))
+    if len(tokens) >= context:
+        raise RequestError(f"the prompt has {len(tokens)} tokens, the context is {context} with the answer")
+    for name, given in (("guided_decoding", draw), ("min_tokens", stop), ("prompt_logprobs", out)):
+        if given.get(name):
+            raise RequestError(f"{name} is not supported by this worker")
+    how: dict[str, Any] = {name: draw[name] for name in (*_FILTERS, *_PENALTIES) if draw.get(name) is not None}
+    how.setdefault("temperature", 1.0)
+    how["top_k"] = max(int(how.get("top_k", 0)), 0)  # -1: all of them
+    ends = {*(stop.get("stop_token_ids") or ())}
+    if not stop.get("ignore_eos"):
+        ends |= {*(stop.get("stop_token_ids_hidden") or ()), *(request.get("eos_token_ids") or ())}
+    room = context - len(tokens) + 1  # the last one is never fed
+    most, logprobs = stop.get("max_tokens"), out.get("logprobs")
+    return dict(
+        tokens=tokens,
+        max_new_tokens=room if most is None else min(int(most), room),
+        sampling=Sampling(**how),
+        stop_tokens=ends,
+        n=int(draw.get("n") or 1),
+        logprobs=None if logprobs is None else int(logprobs),
+    )
+
+
+def chunk_of(output: Output, usage: tuple[int, int] | None) -> dict[str, Any]:
+    """An output as Dynamo reads it. `usage`: tokens of the prompt, and sampled: of a request's last output."""
+    chunk: dict[str, Any] = {"token_ids": [int(token) for token in output.tokens], "index": output.index}
+    if output.logprobs:
+        chunk["log_probs"] = [float(each) for each in output.logprobs]
+    if output.top:
+        chunk["top_logprobs"] = [
+            [
+                {"rank": rank, "token_id": int(token), "token": f"token_id:{token}", "logprob": float(logprob)}
+                for rank, (token, logprob) in enumerate(zip(ids, logprobs, strict=True), 1)
+            ]
+            for ids, logprobs in output.top
+        ]
+    if output.finish is not None:
+        chunk["finish_reason"] = ENDS[output.finish]
+    if usage is not None:
+        chunk["completion_usage"] = {
+            "prompt_tokens": usage[0],
+            "completion_tokens": usage[1],
+            "total_tokens": sum(usage),
+            "prompt_tokens_details": {"cached_tokens": output.cached},
+        }
+    return chunk
+
+
+def build_engine(options: argparse.Namespace) -> tuple[Engine, Any]:
+    """The engine of a command line, compiled, and the transport of its hand-offs or None.
+
+    Raises: as `Engine.load` and `open_engine`.
+    """
+    transport = mesh = None
+    if options.mode != "agg":
+        from ..tiers.remote import RecordTransport
+        from ..transports import open_engine
+
+        where = {"address": options.transport_address} if options.transport_address else {}
+        transport = RecordTransport(open_engine(options.transport, **where))
+    if options.devices > 1:
+        from ..model.weights.split import Split
+
+        mesh = Split(1, options.devices).mesh()
+    engine = Engine.load(
+        options.checkpoint,
+        mesh=mesh,
+        weights_id=options.weights_id,
+        transport=transport,
+        host=options.host_memory or (1 << 30 if transport is not None else 0),
+        events=True,
+        limits=Limits(queued=options.queue),
+        block_tokens=options.block_tokens,
+        watchdog=options.watchdog,
+        freeze=True,
+        **{name: value for name in SIZES if (value := getattr(options, name)) is not None},
+    )
+    engine.warm_up()
+    return engine, transport
+
+
+def load_weights(engine: Engine, path: str, name: str, drafts: bool) -> None:
+    """Other weights from a checkpoint of the same shapes. Raises as `load_hf` and `Engine.update_weights`."""
+    from ..hf_config import read_hf
+    from ..model.weights.loading import load_hf
+
+    form = "released" if read_hf(pathlib.Path(path)).get("quantization_config") else "float32"
+    _, params = load_hf(path, weights=form, packed=form == "released", mtp=drafts)
+    engine.update_weights(params, name, donate=True)
