@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ..engine import Engine, Handle, Output, Prompt
 from ..errors import CacheError, EngineError, HandoffError, OptionError, PeerError, QueueFullError
 from ..events import Tier
+from ..serve.masks import Masks, grammars_of
 from .dynamo_arguments import build_engine, chunk_of, load_weights, parser, prompt_arguments
 from .kv_events import Announcer, Cleared, Stored, block_hash
 
@@ -92,6 +93,8 @@ class DynamoWorker(_Base):
     async def start(self, worker_id: int) -> Any:
         self.engine, self.transport = await asyncio.to_thread(self.build)
         await asyncio.to_thread(importlib.import_module, "dsv4_jax.model")  # which takes its time
+        vocab = self._first.layout.cfg.vocab_size
+        self._masks = Masks(vocab, grammars_of(self.options.checkpoint, vocab))
         shards, size = len(self.engine.managers), self._first.size
         return _of_dynamo("common.backend").EngineConfig(
             model=str(self.options.checkpoint),
@@ -169,7 +172,7 @@ class DynamoWorker(_Base):
 
     def prompt(self, request: Any) -> dict[str, Any]:
         """What is asked for, as arguments of a `Prompt`. Raises `RequestError` for what cannot be done here."""
-        return prompt_arguments(request, self._context)
+        return prompt_arguments(request, self._context, self._masks)
 
     async def abort(self, context: Any) -> None:
         if (handle := self._handles.get(context.id())) is not None:
@@ -262,7 +265,9 @@ class DynamoWorker(_Base):
     async def engine_control(self, control: str, body: dict[str, Any]) -> dict[str, Any]:
         if control not in CONTROLS:
             return {"status": "error", "message": f"no such control: {control}"}
-        return await self._done(getattr(self.engine, CONTROLS[control]), **({"keep": body["keep"]} if "keep" in body else {}))
+        return await self._done(
+            getattr(self.engine, CONTROLS[control]), **({"keep": body["keep"]} if "keep" in body else {})
+        )
 
     def supported_updates(self) -> set[str]:
         return {"weights"}

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import json
 import pathlib
 from typing import Any
 
 from ..cli.values import byte_count, positive
 from ..engine import Engine, Limits, Output
 from ..errors import RequestError
+from ..serve.masks import Masks
 
 __all__ = ["build_engine", "chunk_of", "load_weights", "parser", "prompt_arguments"]
 
 # How a request ended, as Dynamo says it. (A prefill that ends as "stop" is taken for the whole answer.)
 ENDS = {"stop": "stop", "length": "length", "handoff": "length", "abort": "cancelled", "deadline": "cancelled"}
+THINK = 128821  # <think> of V4's tokenizer: an answer that begins behind it is free until it ends
 SIZES = ("memory", "max_requests", "max_context", "chunk_tokens", "decode_steps", "drafts")
 _FILTERS = ("temperature", "top_p", "top_k", "min_p", "seed")
 _PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -54,11 +57,12 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def prompt_arguments(request: Any, context: int) -> dict[str, Any]:
+def prompt_arguments(request: Any, context: int, masks: Masks) -> dict[str, Any]:
     """A request of Dynamo's, whose values may all be null, as arguments of a `Prompt`.
 
     Args:
         context: tokens of a request, answer included. A longer answer is cut there.
+        masks: of the checkpoint's tokenizer, for answers of a form.
 
     Raises:
         RequestError: the prompt is too long, or something is asked for that cannot be done.
@@ -69,9 +73,8 @@ def prompt_arguments(request: Any, context: int) -> dict[str, Any]:
     draw, stop, out = (request.get(key) or {} for key in ("sampling_options", "stop_conditions", "output_options"))
     if len(tokens) >= context:
         raise RequestError(f"the prompt has {len(tokens)} tokens, the context is {context} with the answer")
-    for name, given in (("guided_decoding", draw), ("min_tokens", stop), ("prompt_logprobs", out)):
-        if given.get(name):
-            raise RequestError(f"{name} is not supported by this worker")
+    if out.get("prompt_logprobs"):
+        raise RequestError("prompt_logprobs are not given by this worker")
     how: dict[str, Any] = {name: draw[name] for name in (*_FILTERS, *_PENALTIES) if draw.get(name) is not None}
     how.setdefault("temperature", 1.0)
     how["top_k"] = max(int(how.get("top_k", 0)), 0)  # -1: all of them
@@ -79,6 +82,9 @@ def prompt_arguments(request: Any, context: int) -> dict[str, Any]:
     if not stop.get("ignore_eos"):
         ends |= {*(stop.get("stop_token_ids_hidden") or ()), *(request.get("eos_token_ids") or ())}
     room = context - len(tokens) + 1  # the last one is never fed
+    grammar = _grammar(draw.get("guided_decoding") or {}, tokens[-1:] == [THINK])
+    least = int(stop.get("min_tokens") or 0)
+    asked = dict(min_tokens=least, stops=sorted(ends)) | ({} if grammar is None else {"grammar": grammar})
     most, logprobs = stop.get("max_tokens"), out.get("logprobs")
     return dict(
         tokens=tokens,
@@ -87,7 +93,30 @@ def prompt_arguments(request: Any, context: int) -> dict[str, Any]:
         stop_tokens=ends,
         n=int(draw.get("n") or 1),
         logprobs=None if logprobs is None else int(logprobs),
+        mask=masks.of(asked) if least or grammar is not None else None,
     )
+
+
+def _grammar(guided: dict[str, Any], thinking: bool) -> Any:
+    """A mask's grammar of Dynamo's `guided_decoding`; None: the answer is free. Raises `RequestError`."""
+    asked = {name: value for name, value in guided.items() if value is not None and name != "backend"}
+    if not asked:
+        return None
+    from ..chat import ChatPrompt, constraint
+
+    match asked:
+        case {"json": schema, **rest} if not rest:
+            try:
+                schema = json.loads(schema) if isinstance(schema, str) else schema
+            except ValueError as error:
+                raise RequestError(f"guided_decoding: json is none: {error}") from None
+            form = {"type": "json_schema", "json_schema": {"schema": schema}}
+        case {"regex": pattern, **rest} if not rest:
+            form = {"type": "regex", "regex": pattern}
+        case _:
+            raise RequestError(f"guided_decoding: json or regex alone, got {', '.join(sorted(asked))}")
+    prompt = ChatPrompt([], "prompt", "", thinking, "reasoning" if thinking else "answer", False, ())
+    return constraint(prompt, None, response_format=form)  # type: ignore[arg-type]  # which it reads for tools alone
 
 
 def chunk_of(output: Output, usage: tuple[int, int] | None) -> dict[str, Any]:

