@@ -28,6 +28,12 @@ stage() {
         timeout "${KERNEL_SECONDS:-240}" "$python" benchmarks/kernels.py "$op" ${PEERS:+--peers "$PEERS"} --json "$OUT/kernels-$op.json" \
           > "$OUT/kernels-$op.log" 2>&1 || echo "kernels $op: FAILED"
       done ;;
+    products)  # e4m3 rows and weights: every shape's bits and times; for memory errors a few of them. Only if it is named
+      timeout 400 "$python" benchmarks/products.py --seconds 300 --json "$OUT/products.json" > "$OUT/products.log" 2>&1
+      state=$?
+      timeout 60 compute-sanitizer --error-exitcode 9 "$python" benchmarks/products.py --work "simulated 1" \
+        --shapes 2,6,10,14,17,19,20,22,24,26,28,31 > "$OUT/products-memcheck.log" 2>&1 || echo "products: compute-sanitizer: $?"
+      return $state ;;
     ops)  # every op, every implementation, against the ceilings of the run
       for op in append compress_csa compress_index compress_hca gather index_scores top_k attend kv_store; do
         timeout 200 "$python" -m dsv4_jax bench "$op" --json "$OUT/$op.json" --plot "$OUT/$op.png" > "$OUT/$op.log" 2>&1

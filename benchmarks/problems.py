@@ -198,21 +198,25 @@ class Matrix:
         return f"{self.rows}x{self.columns}" + (f"/{self.groups}" if self.groups > 1 else "")
 
 
-def dense(matrix: Matrix, tokens: int, calls: int, fp8: bool) -> Made:
+def dense(op: str, matrix: Matrix, tokens: int, calls: int) -> Made:
     """Makes calls of a product, each with weights of its own."""
-    m, columns = matrix, matrix.groups * matrix.columns
-    op: Callable[..., jax.Array] = ops.dense_fp8 if fp8 else ops.dense_bf16
+    m, columns, fp8 = matrix, matrix.groups * matrix.columns, op != "dense_bf16"
+    multiply: Callable[..., jax.Array] = getattr(ops, op)
 
     def make(key: jax.Array) -> Any:
         a, b = jax.random.split(key)
         if fp8:
-            weights = WEIGHT_FORMATS["fp8"].codec.draw(b, m.rows, m.columns)
+            codec = WEIGHT_FORMATS["fp8"].codec
+            weights = codec.draw(b, m.rows, m.columns)
+            if op == "dense_e4m3":
+                codes, scales = codec.unpack(*weights)
+                weights = codec.swizzled(codes), scales
         else:
             weights = (jax.random.normal(b, (m.rows, m.columns), jnp.bfloat16) * jnp.bfloat16(m.columns**-0.5),)
         return jax.random.normal(a, (tokens, columns), jnp.bfloat16), *weights
 
     def call(_: Any, args: Any, name: Any) -> jax.Array:
-        return op(*args, groups=m.groups, dtype=jnp.bfloat16, implementation=name)
+        return multiply(*args, groups=m.groups, dtype=jnp.bfloat16, implementation=name)
 
     bytes_ = m.rows * m.columns * (1 if fp8 else 2)
     return Made(pure((), random_calls(calls, make), call, 5e-3), bytes_, 2 * tokens * m.rows * m.columns)
@@ -408,16 +412,19 @@ def _model_ops() -> list[Kernel]:
     flash = ((32768, 1024), (4096, 8192), (8192, 4096, 8), (1536, 4096), (8192, 1024), (4096, 4096), (4096, 2048))
     pro = ((65536, 1536), (7168, 16384), (16384, 4096, 16), (2048, 7168), (8192, 1536), (6144, 7168), (7168, 3072))
     few = ((4096, 8192), (8192, 4096, 8), (32768, 1024), (40960, 1024), (4160, 4096), (2560, 4096), (1024, 4096))
-    for op, sizes, batches in (("dense_fp8", flash + pro, (1, 16, 64, 256, 1024, 4096)), ("dense_bf16", few, (1, 16))):
+    batches = (1, 16, 64, 256, 1024, 4096)
+    products = ("dense_fp8", flash + pro, batches), ("dense_e4m3", flash + pro, batches), ("dense_bf16", few, (1, 16))
+    for op, sizes, batches in products:
         for matrix in (Matrix(*size) for size in sizes):
-            weights, fp8 = matrix.rows * matrix.columns, op == "dense_fp8"
+            weights = matrix.rows * matrix.columns
             found.append(
                 Kernel(
                     op,
                     str(matrix),
                     batches,
-                    lambda b, calls, _, m=matrix, fp8=fp8: dense(m, b, calls, fp8),
+                    lambda b, calls, _, op=op, m=matrix: dense(op, m, b, calls),
                     lambda b, w=weights: w,
+                    parts=(("dsv4_round_rows", f"{matrix} rounding"),) if op == "dense_e4m3" else (),
                 )
             )
     for model, width in {"flash": 4096, "pro": 7168}.items():
@@ -465,8 +472,11 @@ def _tiny() -> tuple[Kernel, ...]:
         Kernel("attend", "tiny-chunk", (6,), lambda b, n, rows: attention(attend.make(b), n, rows, True, 64), **few),
         Kernel("moe", "tiny", (3,), lambda b, n, _: experts(b, n, 8, 16, 256, 128), **few),
         Kernel("route", "tiny", (3,), lambda b, n, _: router(b, n, 16, 1.5), **few),
-        Kernel("dense_fp8", "256x128/2", (3,), lambda b, n, _: dense(Matrix(256, 128, 2), b, n, True), **few),
-        Kernel("dense_bf16", "256x128", (3,), lambda b, n, _: dense(Matrix(256, 128), b, n, False), **few),
+        *(
+            Kernel(op, "256x128/2", (3,), lambda b, n, _, op=op: dense(op, Matrix(256, 128, 2), b, n), **few)
+            for op in ("dense_fp8", "dense_e4m3")
+        ),
+        Kernel("dense_bf16", "256x128", (3,), lambda b, n, _: dense("dense_bf16", Matrix(256, 128), b, n), **few),
         Kernel("hyper_connection", "tiny", (3,), lambda b, n, _: streams(b, n, 64, 1, False), **few),
         Kernel("hyper_connection", "tiny head", (3,), lambda b, n, _: streams(b, n, 64, 2, True), **few),
         Kernel("queries", "product-tiny", (3,), lambda b, n, _: query_product(b, n, 2, 128, 64), **few),

@@ -164,6 +164,9 @@ int64_t products_differences(Problem* p, int first, int rows, int float_out) {
   return error == cudaSuccess ? static_cast<int64_t>(found) : -1;
 }
 
+// Whether kernels start while the one before them ends, as those of a sequence do.
+void products_early(int early) { follows = early != 0; }
+
 // us of a call, the median of `replays` graphs of `calls` calls. rounding: 0 the product alone, 1 with rounding before
 // it, 2 rounding alone.
 float products_time(Problem* p, int rows, int parts, int shape, int window, int band, int rounding, int calls,

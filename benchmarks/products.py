@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import json
 import os
 import pathlib
@@ -27,7 +28,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -272,7 +273,9 @@ def equal(matrix: Sequence[int]) -> None:
 
 
 def measure(matrix: Sequence[int], numbers: Sequence[int]) -> None:
-    """All shapes of a matrix at these numbers of rows, then what varies of the best."""
+    """All shapes of a matrix at these numbers of rows, then what varies of the best. Cut into as many parts of K as it
+    is, and into fewer: which cut is the one for good is decided by these times.
+    """
     n, k, groups = matrix
     now = load("products_now")
     now.products_now_open.restype, now.products_now_time.restype = ctypes.c_void_p, ctypes.c_float
@@ -282,46 +285,60 @@ def measure(matrix: Sequence[int], numbers: Sequence[int]) -> None:
         each = n * k + rows * groups * k * 3 + rows * n * 4
         copies = max(2, min(64, int(220e6 / (n * k + rows * groups * k + 2 * rows * n)) + 1, int(30e9 / each)))
         products = Products(matrix, copies, max(rows, 4))
-        found: dict[str, float] = {}
-        shapes = [s for s in SHAPES if s > products.few or rows <= 512]  # few rows at a time are read again and again
-        for shape in shapes:
-            say(stage="time", shape=shape, matrix=matrix, rows=rows, begin=True)
-            if (us := products.time(rows, shape)) is not None:
-                found[f"{shape}"] = us
-        for name in sorted(found, key=found.__getitem__)[:2]:
-            shape = int(name)
-            for value in (2, 3, 4, 6) if shape <= products.few else (4, 8, 32):
-                how = {"window": value} if shape <= products.few else {"band": value}
-                if (us := products.time(rows, shape, **how)) is not None:
-                    found[f"{shape}/{value}"] = us
-        if not found:
-            products.close()
-            continue
-        best = min(found, key=found.__getitem__)
-        shape, _, value = best.partition("/")
-        how = {} if not value else {"window" if int(shape) <= products.few else "band": int(value)}
-        chosen = products.c.products_chosen(n, k, groups, rows, products.parts)
-        long = max(5, min(200, int(0.15e6 / (max(8, copies) * found[best]))))  # about 0.15 s
-        both, product, before = [], [], []
-        for _ in range(3):
-            product.append(products.time(rows, int(shape), replays=long, **how))
-            both.append(products.time(rows, int(shape), rounding=1, replays=long, **how))
-            before.append(now.products_now_time(pool, ctypes.c_size_t(size), n, k, groups, rows, max(8, copies), long))
-        say(
-            stage="time",
-            matrix=matrix,
-            rows=rows,
-            parts=products.parts,
-            best=best,
-            us=min(product),
-            with_rounding=min(both),
-            rounding=products.time(rows, 1, rounding=2),
-            now=min(before),
-            chosen=chosen,
-            chosen_us=found.get(str(chosen)),
-            all={name: round(us, 2) for name, us in found.items()},
-        )
+        sizes = ctypes.c_size_t(size), n, k, groups, rows, max(8, copies)
+        time_now, cut = functools.partial(now.products_now_time, pool, *sizes), products.parts
+        for parts in (1, 2, 4):
+            if parts <= cut:
+                products.parts = parts
+                best_of(products, rows, time_now)
         products.close()
+
+
+def best_of(products: Products, rows: int, time_now: Callable[[int], float]) -> None:
+    """Says which shape is the fastest, and how fast. `time_now`: replays -> us of the kernels of today."""
+    found: dict[str, float] = {}
+    matrix = products.rows, products.columns, products.groups
+    shapes = [s for s in SHAPES if s > products.few or rows <= 512]  # few rows at a time are read again and again
+    for shape in shapes:
+        say(stage="time", shape=shape, matrix=matrix, rows=rows, begin=True)
+        if (us := products.time(rows, shape)) is not None:
+            found[f"{shape}"] = us
+    for name in sorted(found, key=found.__getitem__)[:2]:
+        shape = int(name)
+        for value in (2, 3, 4, 6) if shape <= products.few else (4, 8, 32):
+            how = {"window": value} if shape <= products.few else {"band": value}
+            if (us := products.time(rows, shape, **how)) is not None:
+                found[f"{shape}/{value}"] = us
+    if not found:
+        return
+    best = min(found, key=found.__getitem__)
+    name, _, value = best.partition("/")
+    how = {} if not value else {"window" if int(name) <= products.few else "band": int(value)}
+    chosen = products.c.products_chosen(*matrix, rows, products.parts)
+    long = max(5, min(200, int(0.12e6 / (max(8, products.copies) * found[best]))))  # about 0.12 s
+    both, early, product, before = [], [], [], []
+    for _ in range(3):
+        product.append(products.time(rows, int(name), replays=long, **how))
+        both.append(products.time(rows, int(name), rounding=1, replays=long, **how))
+        products.c.products_early(1)
+        early.append(products.time(rows, int(name), rounding=1, replays=long, **how))
+        products.c.products_early(0)
+        before.append(time_now(long))
+    say(
+        stage="time",
+        matrix=matrix,
+        rows=rows,
+        parts=products.parts,
+        best=best,
+        us=min(product),
+        with_rounding=min(both),
+        with_rounding_early=min(early),
+        rounding=products.time(rows, 1, rounding=2),
+        now=min(before),
+        chosen=chosen,
+        chosen_us=found.get(str(chosen)),
+        all={name: round(us, 2) for name, us in found.items()},
+    )
 
 
 def follow(arguments: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -384,9 +401,10 @@ def check_all(shapes: list[int], log: list[dict[str, Any]]) -> list[int]:
                 break
     passed = [s for s in shapes if s not in wrong and ran.get(s)]
     print(f"checked: {len(passed)} of {len(shapes)} shapes passed {sum(ran.values())} comparisons")
-    for shape in shapes:
-        if shape not in passed:
-            print(f"  shape {shape}: {wrong.get(shape, 'took no matrix')}")
+    for shape, why in sorted(wrong.items()):
+        print(f"  shape {shape}: {why}")
+    if idle := [s for s in shapes if s not in wrong and not ran.get(s)]:
+        print(f"  took no matrix: shapes {', '.join(map(str, idle))}")
     return passed
 
 
@@ -423,7 +441,9 @@ def main() -> int:
     shapes = list(range(1, library.products_shapes(0) + 1))
     passed = check_all(shapes, log)
     print(f"checked: {time.monotonic() - begun:.0f} s; shapes 1 to {few} are for few rows\n", flush=True)
-    print("matrix            rows parts |   best  shape | rounded    now  x now | DeepGEMM     x | TFLOP/s | as chosen")
+    print(
+        "matrix            rows parts |   best  shape | rounded  early    now  x now | DeepGEMM     x | TFLOP/s | as chosen"
+    )
     for i, (n, k, groups) in enumerate(MATRICES):
         if args.matrices not in f"{n}x{k}" or time.monotonic() - begun > args.seconds:
             continue
@@ -437,7 +457,7 @@ def main() -> int:
                 us, both, now, chosen = row["us"], row["with_rounding"], row["now"], row["chosen_us"] or float("nan")
                 print(
                     f"{f'{n}x{k}/{groups}':17} {row['rows']:4} {row['parts']:5} | {us:6.1f} {row['best']:>6} "
-                    f"| {both:7.1f} {now:6.1f} {both / now:6.2f} | {peer:8.1f} {us / peer:5.2f} "
+                    f"| {both:7.1f} {row['with_rounding_early']:6.1f} {now:6.1f} {both / now:6.2f} | {peer:8.1f} {us / peer:5.2f} "
                     f"| {2e-6 * n * k * row['rows'] / us:7.0f} | {row['chosen']} {chosen:.1f}",
                     flush=True,
                 )

@@ -101,7 +101,7 @@ SECTIONS = (
         "Dense products with FP8 weights",
         "Rows x columns of the weights, e4m3 with a scale per 128 x 128; `/8`: in so many groups, each with its own "
         "columns. Batch: rows, bf16 (DeepGEMM's are quantised before). The megabytes are those of the weights.",
-        ops=("dense_fp8", "dense_bf16"),
+        ops=("dense_fp8", "dense_e4m3", "dense_bf16"),
     ),
     Section(
         "Queries of a long chunk",

@@ -36,7 +36,8 @@ using E4m3ManyShapes =
                E4m3ManyShape<2, 1, 1, 128, 6, 1, 4, false>, E4m3ManyShape<2, 1, 1, 128, 6, 2, 4, false>,
                E4m3ManyShape<1, 1, 1, 128, 4, 1, 1, false>, E4m3ManyShape<1, 1, 1, 128, 4, 1, 2, false>,
                E4m3ManyShape<2, 1, 1, 64, 8, 1, 1, false>, E4m3ManyShape<2, 1, 1, 64, 8, 1, 1, true>,
-               E4m3ManyShape<2, 2, 1, 64, 5, 1, 1, false>, E4m3ManyShape<2, 1, 1, 64, 8, 1, 2, false>>;
+               E4m3ManyShape<2, 2, 1, 64, 5, 1, 1, false>, E4m3ManyShape<2, 1, 1, 64, 8, 1, 2, false>,
+               E4m3ManyShape<2, 1, 2, 128, 4, 4, 1, false>>;
 constexpr int kE4m3ManyShapes = std::tuple_size_v<E4m3ManyShapes>;
 
 template <typename Shape, int kParts>

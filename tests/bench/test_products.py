@@ -57,6 +57,8 @@ class Library:
 
     def products_close(self, problem) -> None: ...
 
+    def products_early(self, early: int) -> None: ...
+
     def products_now_open(self, size) -> int:
         return 1
 
