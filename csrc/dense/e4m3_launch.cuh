@@ -17,27 +17,47 @@ struct E4m3Choice {
   int band = 0;    // tiles of rows side by side, for many
 };
 
+// A shape that no call takes unless it is asked for: compiled for benchmarks/products.cu alone.
+template <typename Shape>
+struct Timed {};
+#ifdef DSV4_E4M3_EVERY_SHAPE
+constexpr bool kE4m3EveryShape = true;
+#else
+constexpr bool kE4m3EveryShape = false;
+#endif
+// `launch` of what a list has at a place: a shape, or one that may not be compiled.
+template <typename Shape, typename Launch>
+cudaError_t with_compiled(Shape shape, const Launch& launch) {
+  return launch(shape);
+}
+template <typename Shape, typename Launch>
+cudaError_t with_compiled(Timed<Shape>, const Launch& launch) {
+  if constexpr (kE4m3EveryShape) return launch(Shape{});
+  return cudaErrorInvalidValue;
+}
+
 // Tiles of weights, rows of x, blocks of K in a stage, blocks an SM.
-using E4m3FewShapes = std::tuple<E4m3FewShape<1, 8, 1, 4>, E4m3FewShape<1, 8, 2, 2>, E4m3FewShape<2, 8, 2, 1>,
-                                 E4m3FewShape<1, 8, 4, 1>, E4m3FewShape<1, 16, 1, 4>, E4m3FewShape<1, 16, 2, 2>,
-                                 E4m3FewShape<2, 16, 2, 1>, E4m3FewShape<1, 16, 4, 1>, E4m3FewShape<1, 32, 1, 4>,
-                                 E4m3FewShape<1, 32, 2, 2>, E4m3FewShape<2, 32, 2, 1>, E4m3FewShape<1, 32, 4, 1>,
-                                 E4m3FewShape<1, 64, 1, 3>, E4m3FewShape<1, 64, 2, 2>, E4m3FewShape<2, 64, 2, 1>,
-                                 E4m3FewShape<2, 64, 1, 2>, E4m3FewShape<1, 128, 1, 2>, E4m3FewShape<2, 128, 1, 1>>;
+using E4m3FewShapes =
+    std::tuple<E4m3FewShape<1, 8, 1, 4>, E4m3FewShape<1, 8, 2, 2>, Timed<E4m3FewShape<2, 8, 2, 1>>,
+               Timed<E4m3FewShape<1, 8, 4, 1>>, E4m3FewShape<1, 16, 1, 4>, E4m3FewShape<1, 16, 2, 2>,
+               Timed<E4m3FewShape<2, 16, 2, 1>>, Timed<E4m3FewShape<1, 16, 4, 1>>, E4m3FewShape<1, 32, 1, 4>,
+               E4m3FewShape<1, 32, 2, 2>, Timed<E4m3FewShape<2, 32, 2, 1>>, Timed<E4m3FewShape<1, 32, 4, 1>>,
+               E4m3FewShape<1, 64, 1, 3>, E4m3FewShape<1, 64, 2, 2>, Timed<E4m3FewShape<2, 64, 2, 1>>,
+               Timed<E4m3FewShape<2, 64, 1, 2>>, E4m3FewShape<1, 128, 1, 2>, Timed<E4m3FewShape<2, 128, 1, 1>>>;
 constexpr int kE4m3FewShapes = std::tuple_size_v<E4m3FewShapes>, kE4m3FewKinds = 4;
 
 // Warpgroups, 64s of rows and kN's of weights of each, kN; stages; share, split, parked.
 using E4m3ManyShapes =
-    std::tuple<E4m3ManyShape<2, 1, 1, 128, 6, 1, 1, false>, E4m3ManyShape<2, 1, 1, 128, 6, 2, 1, false>,
-               E4m3ManyShape<2, 1, 2, 128, 4, 1, 1, false>, E4m3ManyShape<2, 1, 2, 128, 4, 2, 1, false>,
-               E4m3ManyShape<2, 2, 1, 128, 4, 1, 1, false>, E4m3ManyShape<2, 2, 1, 128, 4, 2, 1, false>,
-               E4m3ManyShape<2, 1, 1, 128, 6, 1, 1, true>, E4m3ManyShape<2, 1, 1, 128, 6, 2, 1, true>,
-               E4m3ManyShape<2, 1, 1, 128, 6, 1, 2, false>, E4m3ManyShape<2, 1, 1, 128, 6, 2, 2, false>,
-               E4m3ManyShape<2, 1, 1, 128, 6, 1, 4, false>, E4m3ManyShape<2, 1, 1, 128, 6, 2, 4, false>,
-               E4m3ManyShape<1, 1, 1, 128, 4, 1, 1, false>, E4m3ManyShape<1, 1, 1, 128, 4, 1, 2, false>,
-               E4m3ManyShape<2, 1, 1, 64, 8, 1, 1, false>, E4m3ManyShape<2, 1, 1, 64, 8, 1, 1, true>,
-               E4m3ManyShape<2, 2, 1, 64, 5, 1, 1, false>, E4m3ManyShape<2, 1, 1, 64, 8, 1, 2, false>,
-               E4m3ManyShape<2, 1, 2, 128, 4, 4, 1, false>>;
+    std::tuple<Timed<E4m3ManyShape<2, 1, 1, 128, 6, 1, 1, false>>, E4m3ManyShape<2, 1, 1, 128, 6, 2, 1, false>,
+               Timed<E4m3ManyShape<2, 1, 2, 128, 4, 1, 1, false>>, E4m3ManyShape<2, 1, 2, 128, 4, 2, 1, false>,
+               Timed<E4m3ManyShape<2, 2, 1, 128, 4, 1, 1, false>>, Timed<E4m3ManyShape<2, 2, 1, 128, 4, 2, 1, false>>,
+               Timed<E4m3ManyShape<2, 1, 1, 128, 6, 1, 1, true>>, E4m3ManyShape<2, 1, 1, 128, 6, 2, 1, true>,
+               Timed<E4m3ManyShape<2, 1, 1, 128, 6, 1, 2, false>>, E4m3ManyShape<2, 1, 1, 128, 6, 2, 2, false>,
+               Timed<E4m3ManyShape<2, 1, 1, 128, 6, 1, 4, false>>, E4m3ManyShape<2, 1, 1, 128, 6, 2, 4, false>,
+               Timed<E4m3ManyShape<1, 1, 1, 128, 4, 1, 1, false>>, Timed<E4m3ManyShape<1, 1, 1, 128, 4, 1, 2, false>>,
+               Timed<E4m3ManyShape<2, 1, 1, 64, 8, 1, 1, false>>, Timed<E4m3ManyShape<2, 1, 1, 64, 8, 1, 1, true>>,
+               Timed<E4m3ManyShape<2, 2, 1, 64, 5, 1, 1, false>>, Timed<E4m3ManyShape<2, 1, 1, 64, 8, 1, 2, false>>,
+               Timed<E4m3ManyShape<2, 1, 2, 128, 4, 4, 1, false>>>;
 constexpr int kE4m3ManyShapes = std::tuple_size_v<E4m3ManyShapes>;
 
 template <typename Shape, int kParts>
@@ -107,23 +127,25 @@ inline int choose_e4m3(const E4m3Args& args, int parts) {
     }
     return kind;
   }
+  // Pairs of tiles of rows share weights in all of these; where they are too few for half of the SMs, blocks share
+  // parts.
+  constexpr int kSquare = 2, kWide = 4, kParked = 8, kSplitTwo = 10, kSplitFour = 12;
   const int tiles = (args.rows + kTile - 1) / kTile * (args.weight_rows / kTile);
-  const bool enough = 2 * tiles > multiprocessors(), pairs = args.rows > kTile;
-  constexpr int kSquare = 2, kWide = 4, kParked = 7, kSplitTwo = 9, kSplitFour = 11;
-  const int two = pairs ? 1 : 0;
-  if (parts == 1) return kE4m3FewShapes + (group_rows % (2 * kTile) == 0 && enough ? kWide : kSquare - 1 + two);
-  if (enough) return kE4m3FewShapes + kParked + two;
-  return kE4m3FewShapes + (parts == 2 ? kSplitTwo : kSplitFour) + two;
+  const bool enough = 2 * tiles > multiprocessors();
+  int kind = enough ? kParked : parts == 2 ? kSplitTwo : kSplitFour;
+  if (parts == 1) kind = enough && group_rows % (2 * kTile) == 0 ? kWide : kSquare;
+  return kE4m3FewShapes + kind;
 }
 
 inline cudaError_t launch_e4m3(const E4m3Args& args, const uint8_t* x, int parts, const E4m3Choice& choice,
                                cudaStream_t stream) {
   const int shape = choice.shape > 0 ? choice.shape : choose_e4m3(args, parts);
-  if (shape <= kE4m3FewShapes)
-    return with_shape<E4m3FewShapes>(
-        shape, [&](auto of) { return launch_e4m3_few<decltype(of)>(args, x, parts, choice, stream); });
-  return with_shape<E4m3ManyShapes>(
-      shape - kE4m3FewShapes, [&](auto of) { return launch_e4m3_many<decltype(of)>(args, x, parts, choice, stream); });
+  if (shape <= kE4m3FewShapes) {
+    const auto few = [&](auto of) { return launch_e4m3_few<decltype(of)>(args, x, parts, choice, stream); };
+    return with_shape<E4m3FewShapes>(shape, [&](auto of) { return with_compiled(of, few); });
+  }
+  const auto many = [&](auto of) { return launch_e4m3_many<decltype(of)>(args, x, parts, choice, stream); };
+  return with_shape<E4m3ManyShapes>(shape - kE4m3FewShapes, [&](auto of) { return with_compiled(of, many); });
 }
 
 }  // namespace dsv4
