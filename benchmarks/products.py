@@ -455,10 +455,11 @@ def main() -> int:
                 print(f"{n}x{k}: shape {row['shape']}: {row['failed']}")
             elif "best" in row:
                 peer = dict(zip(ROWS, PEER.get((n, k), ()), strict=False)).get(row["rows"]) or float("nan")
-                us, both, now, chosen = row["us"], row["with_rounding"], row["now"], row["chosen_us"] or float("nan")
+                us, both, early, now = (row[x] for x in ("us", "with_rounding", "with_rounding_early", "now"))
+                chosen = row["chosen_us"] or float("nan")
                 print(
                     f"{f'{n}x{k}/{groups}':17} {row['rows']:4} {row['parts']:5} | {us:6.1f} {row['best']:>6} "
-                    f"| {both:7.1f} {row['with_rounding_early']:6.1f} {now:6.1f} {both / now:6.2f} | {peer:8.1f} {us / peer:5.2f} "
+                    f"| {both:7.1f} {early:6.1f} {now:6.1f} {both / now:6.2f} | {peer:8.1f} {us / peer:5.2f} "
                     f"| {2e-6 * n * k * row['rows'] / us:5.0f} | {row['chosen']} {chosen:.1f}",
                     flush=True,
                 )
