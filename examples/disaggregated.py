@@ -31,7 +31,7 @@ import numpy as np
 import dsv4_jax as dsv4
 from dsv4_jax import model
 from dsv4_jax.engine import Engine, Handle, Limits, Prompt
-from dsv4_jax.errors import HandoffError
+from dsv4_jax.errors import HandoffError, PeerError
 from dsv4_jax.manager import BlockHasher, EventLog, Handoff, HashSpec, HostSize
 from dsv4_jax.tiers.remote import Peer, RecordTransport
 from dsv4_jax.transports import ENGINES, open_engine
@@ -107,7 +107,7 @@ class Host:
         self.handles[number] = self.engine.add(asked)
 
     def receive(self, number: int, part: bytes | None) -> None:
-        with contextlib.suppress(HandoffError):  # of another life of the prefill host, say
+        with contextlib.suppress(HandoffError, PeerError):  # of another life of the prefill host, say
             self.engine.receive(number, part)
 
     def result(self, number: int) -> tuple[list[int], int]:

@@ -12,7 +12,7 @@ ROOT = pathlib.Path(__file__).parents[1] / "dsv4_jax"
 # Rooms from the ground up: a module imports from its own line and from lines above it. A room is a file or a folder.
 LAYERS = (
     ("errors", "checks", "former_names"),
-    ("untrusted", "output", "libraries", "native_build", "events", "eviction_queue"),
+    ("untrusted", "output", "libraries", "native_build", "events", "eviction_queue", "inbox"),
     ("plotting",),
     ("hf_config", "text"),
     ("chat",),
@@ -53,11 +53,26 @@ NARROW = {
     "record_format": {"layout"},
     "records": {"layout", "record_format", "schema"},
     "eviction_queue": set(),
+    "inbox": set(),
     "plotting": {"output"},
     "native_build": {"libraries"},
     "stores": {"libraries"},
-    "tiers": {"cache", "ffi", "layout", "manager", "ops", "plan", "record_format", "records", "stores", "untrusted"},
-    "transports": {"untrusted"},
+    "tiers": {
+        *(
+            "cache",
+            "ffi",
+            "inbox",
+            "layout",
+            "manager",
+            "ops",
+            "plan",
+            "record_format",
+            "records",
+            "stores",
+            "untrusted",
+        )
+    },
+    "transports": {"inbox", "untrusted"},
     "formats": set(),
     "model.weights": {"config", "formats", "hf_config", "ops", "output", "untrusted"},
 }

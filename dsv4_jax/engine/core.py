@@ -296,6 +296,7 @@ class Core:
 
         Raises:
             HandoffError: anything is wrong with it; it waits on.
+            PeerError: its host is lost, so it is computed here.
             RequestError: the request has no `peer`.
         """
         jobs = self._jobs.get(name, ())
@@ -303,6 +304,8 @@ class Core:
             raise RequestError(f"request {shown(name)} waits for no other host: it has no peer")
         waiting = [job for job in jobs if job.state is JobState.QUEUED and not job.out]
         if not waiting or len(waiting) < waiting[0].prompt.n:
+            if self._handoffs is not None and part is not None:
+                self._handoffs.refuse(name, jobs, part)
             return False
         assert self._handoffs is not None
         if part is not None:
@@ -831,8 +834,8 @@ class Core:
         jobs.remove(job)
         if not jobs:
             del self._jobs[job.id]
-            if job.arrival is not None and not job.arrival.closed and self._handoffs is not None:
-                self._handoffs.close(job.arrival)
+            if self._handoffs is not None and job.prompt.peer is not None:
+                self._handoffs.ended(job)
         self.counts[f"ended_{finish}"] += 1
         self._tell(job, finish=finish, error=error, **what)
 

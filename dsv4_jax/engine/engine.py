@@ -242,6 +242,7 @@ class Engine:
 
         Raises:
             HandoffError: anything is wrong with the part; the request waits on.
+            PeerError: the other host is lost, so the request is computed here.
             RequestError: the request has no `peer`.
             EngineError: the engine is closed, or its device hangs.
         """

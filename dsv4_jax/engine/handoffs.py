@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
-from ..errors import HandoffError, RequestError
+from ..errors import HandoffError, PeerError, RequestError
 from ..manager import Arrival, Handoff, KVCacheManager, Request
 from .job import Job, JobState
 
 __all__ = ["Handoffs", "Remote"]
 
 _OVER = "not all was told when it ended: the other host has given it up, its time was over, or others needed its room"
+_REMEMBERED = 1024  # requests that have ended, of which parts may still come
 
 
 class Remote(Protocol):
@@ -26,7 +29,11 @@ class Remote(Protocol):
         ...
 
     def receive(self, handoff: bytes, peer: Any, tokens: Any, *, namespace: Any = None, items: Any = ()) -> Arrival:
-        """A part that has come: of a new arrival, or of one of this prompt."""
+        """A part that has come: of a new arrival, or of one of this prompt. `PeerError`: the peer is lost."""
+        ...
+
+    def refuse(self, handoff: bytes, peer: Any) -> None:
+        """A part that has come and nobody waits for: its host is told."""
         ...
 
     def close(self, arrival: Arrival) -> None:
@@ -57,6 +64,7 @@ class Handoffs:
         self._leave, self._end = leave, end
         self._moved: dict[Job, None] = {}  # live, with something to tell
         self._leases: dict[str, Job] = {}  # whose parts go out, of requests that have ended, too
+        self._ended: OrderedDict[Hashable, Any] = OrderedDict()  # requests, and the peers that they waited for
 
     # Out
 
@@ -135,19 +143,36 @@ class Handoffs:
     def receive(self, jobs: list[Job], part: bytes, now: float) -> bool:
         """A part of the prompt that these wait for: samples of one request. Whether it was of use.
 
-        Raises: as `RemoteDriver.receive`; nothing has changed.
+        Raises: as `RemoteDriver.receive`; nothing has changed, but that nobody waits for a peer that is lost.
         """
         prompt, before = jobs[0].prompt, jobs[0].arrival
         if before is not None and before.is_over and before.lease == Handoff.from_json(part).lease:
             return False  # it has failed, and is admitted as it is
         space = dict(namespace=prompt.namespace, items=prompt.items)
-        arrival = self._remote.receive(part, prompt.peer, prompt.tokens, **space)
+        try:
+            arrival = self._remote.receive(part, prompt.peer, prompt.tokens, **space)
+        except PeerError:
+            for job in jobs:
+                job.patience = min(job.patience, now)
+            raise
         if before is not None and before is not arrival:
             self._remote.close(before)  # its host has begun anew
         for job in jobs:
             job.arrival, job.patience = arrival, now + self._patience
         return True
 
-    def close(self, arrival: Arrival) -> None:
-        """Nobody waits for it any more."""
-        self._remote.close(arrival)
+    def refuse(self, name: Hashable, jobs: Sequence[Job], part: bytes) -> None:
+        """A part of the prompt of a request that does not wait for it: the other host need not keep it."""
+        peer = jobs[0].prompt.peer if jobs else self._ended.get(name)
+        if peer is not None:
+            with contextlib.suppress(HandoffError):  # anything may come
+                self._remote.refuse(part, peer)
+
+    def ended(self, job: Job) -> None:
+        """All samples of a request have ended that waited for another host, or had: what comes of it is in vain."""
+        if job.arrival is not None and not job.arrival.closed:
+            self._remote.close(job.arrival)
+        self._ended[job.id] = job.prompt.peer
+        self._ended.move_to_end(job.id)
+        while len(self._ended) > _REMEMBERED:
+            self._ended.popitem(last=False)

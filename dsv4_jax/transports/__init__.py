@@ -2,9 +2,12 @@
 
 | name | engine | takes |
 | --- | --- | --- |
-| "nixl" | `nixl.NixlEngine`: RDMA, TCP, shared memory, by UCX | the extra `nixl12` or `nixl13` |
-| "jax" | `jax_transfer.JaxEngine`: TCP, `jax.experimental.transfer` | nothing |
-| "loopback" | `loopback.LoopbackEngine`: one machine, for tests | nothing |
+| "nixl" | `nixl.NixlEngine`: RDMA, TCP, shared memory, by UCX | the extra `nixl12` or `nixl13`, a trusted network |
+| "jax" | `jax_transfer.JaxEngine`: TCP, `jax.experimental.transfer` | a trusted network |
+| "sockets" | `sockets.SocketEngine`: TCP, with TLS and a token where nothing is trusted | nothing |
+| "loopback" | `loopback.LoopbackEngine`: sockets of one machine, for tests | nothing |
+
+All of them listen where they are told to, and if they are not told, where no other machine reaches them.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ __all__ = ["ENGINES", "engine_problem", "open_engine"]
 ENGINES = {
     "nixl": ("nixl", "NixlEngine"),
     "jax": ("jax_transfer", "JaxEngine"),
+    "sockets": ("sockets", "SocketEngine"),
     "loopback": ("loopback", "LoopbackEngine"),
 }
 
@@ -36,6 +40,7 @@ def open_engine(name: str, **options: Any) -> TransportEngine:
 
     Raises:
         ImplementationError: there is none, or it cannot run here; says what to do.
+        TransferError: its options cannot be, as an address that no other host could connect to.
     """
     if name not in ENGINES:
         raise ImplementationError(f"unknown transport {name!r}, expected one of {', '.join(map(repr, ENGINES))}")

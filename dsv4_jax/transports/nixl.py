@@ -5,20 +5,30 @@ two lists of ids and no addresses. Underneath is UCX: RDMA where there is a netw
 machine shared memory, and reads from another process. UCX_TLS, if set, must name `tcp` beside others, or hosts never
 find each other, and beside a GPU `cuda_copy`, or NIXL does not start. The wheels ask for torch and run without it:
 install them with `--no-deps`.
+
+UCX takes any bytes for those of a friend: a stranger's can end the process. Its ports are for trusted networks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib
 import importlib.util
 import logging
+import os
+import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from ..errors import TransferError
+from ..inbox import Inbox
+from .wire import resolve
 
 if TYPE_CHECKING:
     from ..tiers.remote.pages import Pages
@@ -30,6 +40,7 @@ _RANKS = struct.Struct("<H")  # whose memories' addresses follow, 8 bytes each
 _READER = "/"  # between a host's name and the number of its reading agent
 _GOING, _DONE = "PROC", "DONE"  # NIXL's words
 _SLEEP = 1000  # microseconds that an agent's thread waits at most for something to happen
+_SIOCGIFADDR = 0x8915  # of Linux
 _GRACE = 0.1  # seconds that reads of a link that is cut have to end by themselves
 
 
@@ -55,11 +66,24 @@ class NixlEngine:
     NIXL's side is two agents. One is what others read from and send notices to. The other reads: when a link is cut
     while a read of it has not ended well, only the end of the agent is known to stop what is on its way, so another
     takes its place, and begins the reads of the other links anew.
+
+    Args:
+        address: of the network device to listen on: its IP address, or a name of that; "0.0.0.0": all devices. None:
+            what UCX_NET_DEVICES says, and if it says nothing the loopback device, which no other machine reaches.
+        devices: their names, as UCX has them ("mlx5_0:1,eth0"), instead of an address: RDMA cards have none.
+        ports: the first and the last port to listen on, at least four of each device; None: any that are free.
+
+    Raises:
+        TransferError: no device has this address; both are given, or UCX_NET_DEVICES is set beside them.
     """
 
     name = "nixl"
 
-    def __init__(self) -> None:
+    def __init__(
+        self, address: str | None = None, *, devices: str | None = None, ports: tuple[int, int] | None = None
+    ) -> None:
+        self._settings = _settings(address, devices, ports)
+        self._inbox = Inbox()
         self._serving: _Agent | None = None
         self._reading: _Agent | None = None
         self._links: dict[_NixlLink, None] = {}
@@ -68,7 +92,7 @@ class NixlEngine:
 
     def register(self, host: str, pages: Pages) -> bytes:
         self._host, self._pages = host, pages
-        self._serving = _Agent(host, pages)
+        self._serving = _Agent(host, pages, self._settings)
         places = np.array(_places(pages), "<u8")
         return _RANKS.pack(len(places)) + places.tobytes() + self._serving.agent.get_agent_metadata()
 
@@ -77,6 +101,10 @@ class NixlEngine:
         link.open(self._reader)
         self._links[link] = None
         return link
+
+    def is_up(self, link: _NixlLink) -> bool:
+        """Always: UCX connects when it is first used."""
+        return True
 
     def start(self, link: _NixlLink, source: np.ndarray, destination: np.ndarray) -> _NixlRead:
         read = _NixlRead(link, source, destination)
@@ -90,8 +118,15 @@ class NixlEngine:
     def received(self) -> list[tuple[str, bytes]]:
         if self._serving is None:
             return []
-        notices = self._serving.agent.get_new_notifs()
-        return [(_sender(reader), message) for reader, messages in notices.items() for message in messages]
+        for reader, messages in self._serving.agent.get_new_notifs().items():
+            for message in messages:
+                self._inbox.put(_sender(reader), message)
+        return self._inbox.take()
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Messages that were "dropped"."""
+        return Counter({"dropped": self._inbox.dropped})
 
     def disconnect(self, link: _NixlLink) -> None:
         self._links.pop(link, None)
@@ -118,15 +153,15 @@ class NixlEngine:
         if self._reading is None:
             assert self._pages is not None
             self._readers += 1
-            self._reading = _Agent(f"{self._host}{_READER}{self._readers}", self._pages)
+            self._reading = _Agent(f"{self._host}{_READER}{self._readers}", self._pages, self._settings)
         return self._reading
 
 
 class _Agent:
     """NIXL's agent, with our pages registered and listed."""
 
-    def __init__(self, name: str, pages: Pages):
-        self.agent = _new_agent(name)
+    def __init__(self, name: str, pages: Pages, settings: dict[str, str]):
+        self.agent = _new_agent(name, settings)
         self._width, places = pages.width, _places(pages)
         regions = [(place, memory.nbytes, 0, "") for place, memory in zip(places, pages.memories, strict=True)]
         self._memory = self.agent.register_memory(regions, "DRAM")
@@ -149,8 +184,8 @@ class _Agent:
         self.agent = self.pages = self._memory = None
 
 
-def _new_agent(name: str) -> Any:
-    """An agent whose thread sleeps while there is nothing to do.
+def _new_agent(name: str, settings: dict[str, str]) -> Any:
+    """An agent with these settings of UCX, whose thread sleeps while there is nothing to do.
 
     NIXL's own configuration has no setting for that: its thread would keep a core busy for ever. So the agent inside
     is replaced by one of the same kind that has.
@@ -164,8 +199,64 @@ def _new_agent(name: str) -> Any:
         agent.agent = bindings.nixlAgent(name, config)
         if "UCX" not in agent.get_plugin_list():
             raise OSError("NIXL has no UCX here")
-        agent.create_backend("UCX")
+        with _environment(settings):  # lists of devices cannot be said otherwise
+            agent.create_backend("UCX")
     return agent
+
+
+@contextlib.contextmanager
+def _environment(settings: dict[str, str]) -> Iterator[None]:
+    """With these variables beside those of the environment."""
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name in settings:
+            os.environ.pop(name, None)
+
+
+def _settings(address: str | None, devices: str | None, ports: tuple[int, int] | None) -> dict[str, str]:
+    """Where to listen, as UCX is told: variables that are not set."""
+    asked = address if devices is None else devices
+    if (address is not None and devices is not None) or (asked is not None and "UCX_NET_DEVICES" in os.environ):
+        raise TransferError("an address, devices and UCX_NET_DEVICES say the same: give one of them")
+    said = {}
+    if devices is not None:
+        said["UCX_NET_DEVICES"] = devices
+    elif "UCX_NET_DEVICES" not in os.environ:
+        device = "lo" if address is None else _device_of(address)
+        said |= {"UCX_NET_DEVICES": device} if device else {}
+    if ports is not None:
+        first, last = ports
+        if not 0 < first <= last - 3 <= 65532 or "UCX_TCP_PORT_RANGE" in os.environ:
+            raise TransferError(f"ports {first} to {last}: not four of them, or UCX_TCP_PORT_RANGE says others")
+        said["UCX_TCP_PORT_RANGE"] = f"{first}-{last}"
+    return said
+
+
+def _device_of(address: str) -> str:
+    """The network device that has this address; "" for all of them."""
+    found = resolve(address)
+    if found in ("0.0.0.0", "::"):
+        return ""
+    for _, name in socket.if_nameindex():
+        if found in _addresses(name):
+            return name
+    raise TransferError(f"no network device of this machine has the address {found}")
+
+
+def _addresses(device: str) -> list[str]:
+    """The IP addresses of a network device, as Linux tells them."""
+    found = []
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        answer = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", device.encode()[:15]))
+        found.append(socket.inet_ntoa(answer[20:24]))
+    with contextlib.suppress(OSError), open("/proc/net/if_inet6") as lines:
+        for line in lines:
+            number, *_, name = line.split()
+            if name == device:
+                found.append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(number)))
+    return found
 
 
 class _NixlLink:

@@ -11,7 +11,7 @@ import pytest
 
 from dsv4_jax import CacheSize
 from dsv4_jax.engine import Core, Drawn, Engine, Limits, Prompt, Work, shapes_of
-from dsv4_jax.errors import ContextLimitError, HandoffError, PlanError, RequestError
+from dsv4_jax.errors import ContextLimitError, HandoffError, PeerError, PlanError, RequestError
 from dsv4_jax.manager import HostSize, LeaseShares, Namespace
 from dsv4_jax.tiers.remote import RecordTransport, RemoteDriver
 from dsv4_jax.transports import open_engine
@@ -181,6 +181,46 @@ def test_all_that_is_cached_is_told_without_a_step(side):
     short = sender.engine.add(Prompt(tokens=PROMPT[:BLOCK], export=lambda part: None))
     assert short.result().finish == "handoff", "nothing to hand off is handed off at once"
     nobody_reads(sender)
+
+
+def test_a_host_that_is_lost_is_told_of_and_comes_back(side):
+    """Who waits for it computes; the next request is handed over as before."""
+    sender, taker = side(), side()
+    peer, parts = taker.transport.connect(sender.transport.published), list[bytes]()
+    sender.engine.add(Prompt(tokens=PROMPT, export=parts.append)).result()
+    there = taker.engine.add(Prompt(tokens=PROMPT, max_new_tokens=6, peer=peer))
+    taker.engine.pause()
+    taker.engine._call(lambda: taker.transport._lose(peer, PeerError(peer.name, "cut")))
+    with pytest.raises(PeerError, match="cut"):
+        taker.engine.receive(there.id, parts[0])
+    taker.engine.resume()
+    assert there.result(PATIENCE).tokens == answer(None, PROMPT, 6) and there.result().cached == 0
+    until(lambda: peer.error is None)
+    again = taker.engine.add(Prompt(tokens=[1, *PROMPT], max_new_tokens=6, peer=peer))
+    sender.engine.add(Prompt(tokens=[1, *PROMPT], export=lambda part: taker.engine.receive(again.id, part)))
+    assert again.result(PATIENCE).tokens == answer(None, [1, *PROMPT], 6) and again.result().cached == 9 * BLOCK
+    nobody_reads(sender)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("when", ["before", "in the middle", "after"])
+def test_an_abort_where_it_goes_on_ends_what_comes(side, when, n):
+    """Its arrival, and the lease at the other end, whose parts may come before it or after it."""
+    sender, taker = side(), side()
+    peer, parts = taker.transport.connect(sender.transport.published), list[bytes]()
+    there = taker.engine.add(Prompt(tokens=PROMPT, max_new_tokens=6, n=n, peer=peer))
+    here = sender.engine.add(Prompt(tokens=PROMPT, export=parts.append))
+    here.result()
+    given = {"before": 0, "in the middle": 2, "after": len(parts)}[when]
+    for part in parts[:given]:
+        taker.engine.receive(there.id, part)
+    there.abort()
+    there.results(PATIENCE)
+    for part in parts[given:]:
+        assert not taker.engine.receive(there.id, part)
+    lease_over(sender)
+    until(lambda: not taker.executor.driver.busy)
+    assert not taker.engine.receive(there.id, b"{}"), "nor is what is none of any use"
 
 
 def test_samples_of_one_prompt_wait_for_one_hand_off(side):

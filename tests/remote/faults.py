@@ -36,9 +36,11 @@ FAULTS = {
     "hand-offs doubled": Faults(doubled_handoffs=0.7),
     "records torn": Faults(torn_records=0.4),
     "leases stale": Faults(late_reads=0.7),
+    "links cut": Faults(),
     "all at once": Faults(0.5, 0.15, 0.3, 0.2, 0.3),
 }
 KILLS = {"prefill process killed": "p", "decode process killed": "d", "both killed": "pd", "all at once": "pd"}
+CUT = ("links cut", "all at once")  # in which all connections to the prefill host are cut, three times
 
 
 @dataclasses.dataclass
@@ -80,7 +82,8 @@ def _round(router: Router, rng: random.Random, texts: list[list[int]], name: str
     texts[rng.randrange(3)] = [rng.randrange(VOCAB) for _ in range(10 * BLOCK)]
     kills = [(rng.uniform(0, 0.25), who) for who in KILLS.get(name, "")]
     before = router.deaths
-    router.run([(when, (router.prefill if who == "p" else router.decode).kill) for when, who in kills])
+    cuts = [(rng.uniform(0, 0.25), lambda: router.prefill.tell("cut")) for _ in range(3 * (name in CUT))]
+    router.run(cuts + [(when, (router.prefill if who == "p" else router.decode).kill) for when, who in kills])
     router.fail(Faults())
     outcome.rounds += 1
     outcome.kills += router.deaths - before

@@ -13,10 +13,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from dsv4_jax import CacheSize
-from dsv4_jax.errors import HandoffError, NoFreeSlotError, OutOfBlocksError, TransferError
+from dsv4_jax.errors import HandoffError, NoFreeSlotError, OutOfBlocksError, PeerError, TransferError
 from dsv4_jax.manager import Arrival, HostSize, Namespace, Request
 from dsv4_jax.tiers.remote import Peer, RecordTransport, RemoteDriver
-from dsv4_jax.transports import open_engine
+from dsv4_jax.transports import open_engine, wire
 
 from .byte_engine import BLOCK, VOCAB, ByteEngine
 
@@ -70,6 +70,13 @@ class Server:
         """Whoever asks whether something is held waits until leases are over."""
         self.manager.commit()
         self.tell("held", self.engine.held())
+
+    def cut(self) -> None:
+        """All connections to this host break."""
+        server = self.transport._engine._server
+        with server._lock:
+            for connection in server._threads:
+                wire.cut(connection)
 
     def serve(self) -> bool:
         """Something of what is to be done. Whether there was anything."""
@@ -183,7 +190,7 @@ class DecodeHost(Server):
         if job is None or self.peer is None:
             return
         job.until = time.monotonic() + PATIENCE
-        with contextlib.suppress(HandoffError):
+        with contextlib.suppress(HandoffError, PeerError):
             job.arrival = self.driver.receive(data, self.peer, job.tokens, namespace=job.space)
 
     def serve(self) -> bool:

@@ -6,7 +6,7 @@ from .faults import FAULTS, Outcome, run_rounds, table
 
 
 def test_whatever_dies_or_is_torn_every_answer_is_right_and_nothing_stays_held() -> None:
-    names = ["nothing", "prefill process killed", "decode process killed", "records torn", "leases stale"]
+    names = ["nothing", "prefill process killed", "decode process killed", "records torn", "leases stale", "links cut"]
     outcomes = run_rounds(names, seed=5)
     assert sum(o.wrong for o in outcomes.values()) == 0 and sum(o.held for o in outcomes.values()) == 0, outcomes
     assert outcomes["nothing"].handed > 0 and sum(o.kills for o in outcomes.values()) == 2

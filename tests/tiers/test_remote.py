@@ -168,7 +168,7 @@ def test_a_deadline_ends_all_reads_of_the_peer_once_it_is_cut_off(made):
     with pytest.raises(PeerError, match=r"gone: .*did not end in time"):
         transport.read(peer, "block", [1], [1], None)
     again = transport.connect(metadata())
-    assert again is not peer and transport.connect(metadata()) is again
+    assert again is peer and peer.error is None and transport.connect(metadata()) is again
     transport.read(again, "block", [1, 2], [1, 2], None)
 
 

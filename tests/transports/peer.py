@@ -11,11 +11,15 @@ import json
 import pathlib
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
-from .samples import LAYOUT, open_transport, pool
+from dsv4_jax.tiers.remote.metadata import PoolMetadata
+from dsv4_jax.transports.wire import FRAME, TELL, Reach
+
+from .samples import LAYOUT, join, open_transport, pool
 
 __all__ = ["Host", "host"]
 
@@ -57,6 +61,14 @@ def host(engine: str, seed: int = 1) -> Iterator[Host]:
         started.close()
 
 
+def flood(reach: Reach, message: bytes) -> None:
+    """Says the same again and again, as fast as it is taken."""
+    frame = FRAME.pack(TELL, len(message)) + message
+    with join(reach, name="hostile-") as connection:
+        while True:
+            connection.sendall(frame * max(1, 1000 // len(frame)))
+
+
 def main(engine: str, seed: int) -> None:
     out = sys.stdout
     sys.stdout = sys.stderr  # what engines print is no answer
@@ -86,6 +98,10 @@ def main(engine: str, seed: int) -> None:
                     say(peer.name)
                 case "notify", name, message:
                     transport.notify(peers[name], bytes.fromhex(message))
+                    say(None)
+                case "flood", metadata, size:  # with notices, until it is killed
+                    reach = Reach.unpack(PoolMetadata.unpack(base64.b64decode(metadata)).reach)
+                    threading.Thread(target=flood, args=(reach, bytes(size)), daemon=True).start()
                     say(None)
                 case "read", name, source, destination:
                     transport.read(peers[name], "block", source, destination, None).wait()

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import pathlib
+import shutil
+import socket
+import subprocess
+from typing import Any
+
 import numpy as np
+import pytest
 
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.layout import CacheLayout
 from dsv4_jax.records import page_bytes
 from dsv4_jax.tiers.remote import RecordTransport
-from dsv4_jax.transports import open_engine
+from dsv4_jax.transports import open_engine, wire
+from dsv4_jax.transports.identity import Identity
+from dsv4_jax.transports.wire import Tls
 
-__all__ = ["LAYOUT", "PAGES", "open_transport", "pool"]
+from ..clock import PATIENCE
+
+__all__ = ["LAYOUT", "PAGES", "TLS", "certificates", "join", "knock", "open_transport", "pass_gate", "pool"]
+
+
+TLS = "DSV4_JAX_TEST_TLS"  # variable with a folder of `certificates`, which the engine "sockets" uses then
 
 LAYOUT = CacheLayout(DSV4Config.tiny())
 PAGES = 40
@@ -25,5 +40,52 @@ def pool(seed: int | None = None, layout: CacheLayout = LAYOUT, pages: int = PAG
     return data
 
 
-def open_transport(engine: str, **options: float) -> RecordTransport:
-    return RecordTransport(open_engine(engine), **options)
+def open_transport(engine: str, **options: Any) -> RecordTransport:
+    """Of this engine, with options of its own and of the transport."""
+    own = {name: options.pop(name) for name in ("address", "tls", "token") if name in options}
+    if engine == "sockets" and TLS in os.environ:
+        own = {"tls": _paths(pathlib.Path(os.environ[TLS])), "token": "known to all of them"}
+    return RecordTransport(open_engine(engine, **own), **options)
+
+
+def certificates(folder: pathlib.Path) -> Tls:
+    """An authority, and a certificate of it for localhost and 127.0.0.1. Skips where there is no openssl."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl to make certificates with")
+    folder.mkdir(parents=True)
+    new = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
+    names = "-addext subjectAltName=DNS:localhost,IP:127.0.0.1 -addext basicConstraints=critical,CA:FALSE"
+    for command in (
+        f"{new} -subj /CN=authority -keyout authority.key -out authority.pem",
+        f"{new} -subj /CN=host {names} -CA authority.pem -CAkey authority.key -keyout key.pem -out certificate.pem",
+    ):
+        subprocess.run(command.split(), cwd=folder, check=True, capture_output=True)
+    return _paths(folder)
+
+
+def _paths(folder: pathlib.Path) -> Tls:
+    return Tls(folder / "certificate.pem", folder / "key.pem", folder / "authority.pem")
+
+
+def knock(reach) -> socket.socket:
+    return socket.create_connection((reach.address, reach.port), timeout=PATIENCE)
+
+
+def pass_gate(reach) -> tuple[socket.socket, bytes]:
+    """A connection that has said the secret, and nothing else."""
+    connection = knock(reach)
+    number = wire.read(connection, 16)
+    connection.sendall(wire.proof(wire.gate_key(reach.secret, b""), b"gate", number))
+    return connection, number
+
+
+def join(reach, me=None, name="me-") -> socket.socket:
+    """A connection that has said its name."""
+    connection, number = pass_gate(reach)
+    me = me or Identity()
+    try:
+        wire.introduce(connection, name + me.mark, me, reach, wire.gate_key(reach.secret, b""), number)
+    except BaseException:
+        connection.close()
+        raise
+    return connection

@@ -7,6 +7,7 @@ import pytest
 from dsv4_jax.transports import ENGINES, engine_problem
 
 from .conformance import TransportConformance
+from .samples import TLS, certificates
 
 
 def needs(engine: str) -> pytest.MarkDecorator:
@@ -16,6 +17,21 @@ def needs(engine: str) -> pytest.MarkDecorator:
 
 class TestLoopback(TransportConformance):
     engine = "loopback"
+
+
+class TestSockets(TransportConformance):
+    """With all that they can insist on."""
+
+    engine = "sockets"
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def strict(cls, tmp_path_factory):
+        folder = tmp_path_factory.mktemp("hosts") / "tls"
+        certificates(folder)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(TLS, str(folder))
+            yield
 
 
 @needs("jax")

@@ -3,6 +3,7 @@
 | | |
 | --- | --- |
 | `transport` | `RecordTransport`: publish pages, connect, read, notify |
+| `peer` | `Peer`: another host, lost and found; what is counted |
 | `engine` | `TransportEngine`: what moves the bytes under it, the contract of `dsv4_jax.transports` |
 | `driver` | `RemoteDriver`: exports and arrivals of a manager, over a transport |
 | `pages` | `Pages`: the host pool's pages by their ids, of one device or of several pool ranks |
@@ -15,7 +16,8 @@ from ...former_names import former_name
 from .driver import RemoteDriver
 from .engine import TransportEngine
 from .pages import Pages
-from .transport import Peer, RecordTransport
+from .peer import Peer
+from .transport import RecordTransport
 
 __all__ = [
     "Pages",

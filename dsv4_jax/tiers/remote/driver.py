@@ -22,11 +22,13 @@ moment: it gives a fence as well, which tells of each poll by itself.
     logits, cache = step(params, cache, plan, tokens)
     driver.poll(cache, host, fence=logits)
 
-What does not arrive whole, or in time, is computed anew. Imports no jax.
+What does not arrive whole, or in time, is computed anew. A lease is of one other host: the one that `export` names, or
+the first that says its name, which nobody can guess. What others say of it counts for nothing. Imports no jax.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import json
@@ -34,7 +36,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...checks import INT64_MAX, check_seconds
-from ...errors import LayoutError, RecordMismatchError, StoreFormatError, TransferError
+from ...errors import HandoffError, LayoutError, RecordMismatchError, StoreFormatError, TransferError
+from ...inbox import Inbox
 from ...manager import Arrival, Handoff, KVCacheManager, MediaItem, Namespace, Request
 from ...manager.prefix.hashing import given_items
 from ...manager.remote_tier import RemoteRead, RemoteTier
@@ -43,7 +46,8 @@ from ...records import block_record
 from ...untrusted import parse_json
 from ..transfer_handle import TransferHandle
 from .checks import RecordKind
-from .transport import Notice, Peer, RecordTransport
+from .peer import Peer
+from .transport import Notice, RecordTransport
 
 if TYPE_CHECKING:
     from ...cache import KVCache
@@ -52,6 +56,17 @@ if TYPE_CHECKING:
 __all__ = ["Fence", "RemoteDriver"]
 
 _MAX_WORD = 1024  # bytes of what one driver says to another
+MAX_KEPT, MAX_KEPT_OF_ONE = 16 << 20, 1 << 20  # bytes of notices for others, of all senders and of one
+_REMEMBERED = 1024  # leases of arrivals that were closed, of which hand-offs may still come
+_REASONS = {  # why an arrival was given up: words of its failure
+    "host gone": "peer ",
+    "torn or stale record": "checksums",
+    "lease over": "lease",
+    "no room": "not free",
+    "prefix evicted": "left the cache",
+    "reset": "was reset",
+    "pool moved": "the host pool",
+}
 
 
 class Fence(Protocol):
@@ -102,6 +117,11 @@ class RemoteDriver:
     Attributes:
         manager: as given.
         tier: its receiving side.
+        counts: "exported" (calls), "announced" (hand-offs that were ready to be sent), "acknowledged" (leases that
+            the other host has ended), "asked_again" (hand-offs that it missed), "foreign" (words about leases of
+            others), "dropped" (notices for others that nobody took); "begun" and "done" (arrivals, whole).
+        given_up: arrivals that were not done, by the reason: "host gone", "torn or stale record", "lease over",
+            "no room", "prefix evicted", "reset", "pool moved", "closed" (nobody waited any more), "other".
 
     Raises:
         RequestError: the manager has no `weights_id`.
@@ -123,12 +143,17 @@ class RemoteDriver:
         self._ready: list[Handoff] = []
         self._arrivals: dict[Arrival, _Coming] = {}
         self._readings: list[_Reading] = []
-        self._messages: list[Notice] = []
+        self._messages = Inbox(MAX_KEPT, MAX_KEPT_OF_ONE)
+        self._ended: dict[str, None] = {}  # leases of arrivals that were closed, the oldest first
+        self._owed: dict[str, tuple[Peer, float]] = {}  # acknowledgements, of leases that last until then
+        self._takers: dict[str, str] = {}  # of a lease: the host that it is of
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.given_up: collections.Counter[str] = collections.Counter()
 
     @property
     def busy(self) -> bool:
         """Whether something is under way that `poll` goes on with."""
-        return bool(self._exported or self._readings or self._arrivals)
+        return bool(self._exported or self._readings or self._arrivals or self._owed)
 
     def stats(self) -> Any:
         """What the transport tells of peers and reads (`RecordTransport.stats`), from any thread; None: nothing."""
@@ -140,10 +165,15 @@ class RemoteDriver:
     def export(self, request: Request, *, seconds: float = 60.0, peer: str | None = None) -> Handoff:
         """Exports as `KVCacheManager.export_request` does; `take_handoffs` has it once its bytes are on the host.
 
+        Args:
+            peer: name of the transport of the host that it is for; no other one's word about its lease counts. None:
+                the first that says one.
+
         Returns:
             It, without checksums: what it will tell.
         """
         handoff = self.manager.export_request(request, seconds=seconds, peer=peer)
+        self.counts["exported"] += 1
         self._exported.append(_Export(handoff, self.manager.cache.transfers.asked))
         return handoff
 
@@ -182,8 +212,14 @@ class RemoteDriver:
         Raises:
             ContextLimitError, HandoffError, PlanError, RequestError: as `RemoteTier.expect` and `extend`;
                 nothing has changed.
+            HandoffError: an arrival of its lease was closed: nobody waits for it.
+            PeerError: the peer is lost: nothing can be read of it before it is found. Nothing has changed.
         """
+        self._transport.check_peer(peer)
         lease = Handoff.from_json(handoff).lease
+        if lease in self._ended or any(each.closed and each.lease == lease for each in self._arrivals):
+            self._say(peer, {"acknowledge": lease})  # once more
+            raise HandoffError("lease", "nobody waits for it any more")
         known, _ = prompt_tokens(tokens, self.manager.layout.cfg.vocab_size)
         prompt, now = (known, namespace, given_items(items)), self.manager.clock()
         for arrival, coming in self._arrivals.items():
@@ -194,7 +230,13 @@ class RemoteDriver:
                 return arrival
         arrival = self.tier.expect(handoff, known, namespace=namespace, items=prompt[2])
         self._arrivals[arrival] = _Coming(peer, now)
+        self.counts["begun"] += 1
         return arrival
+
+    def refuse(self, handoff: bytes, peer: Peer) -> None:
+        """A hand-off that has come and nobody waits for: its host is told, and need not keep it. `HandoffError`: it is
+        none."""
+        self._say(peer, {"acknowledge": Handoff.from_json(handoff).lease})
 
     def close(self, arrival: Arrival) -> None:
         """Nobody waits for it any more; `poll` tells its host. Raises as `RemoteTier.close`."""
@@ -235,13 +277,14 @@ class RemoteDriver:
         self._ask()
         self._end_arrivals()
         self._take_notices()
-        for ended in self._sums.keys() - self.manager.leases.active.keys():
-            del self._sums[ended]
+        for known in (self._sums, self._takers):
+            for ended in known.keys() - self.manager.leases.active.keys():
+                del known[ended]
 
     def take_messages(self) -> list[Notice]:
-        """Notices of other hosts that were not for the driver."""
-        messages, self._messages = self._messages, []
-        return messages
+        """Notices of other hosts that were not for the driver, some hundred at most. Of those that nobody takes the
+        first megabyte of each sender is kept."""
+        return [Notice(*each) for each in self._messages.take()]
 
     # Inside
 
@@ -249,12 +292,24 @@ class RemoteDriver:
         for notice in self._transport.notices():
             match _parse(notice.message):
                 case {"acknowledge": str(lease), **rest} if not rest:
-                    self.manager.acknowledge(lease, peer=notice.sender)
+                    if self._is_of(lease, notice.sender):
+                        self.counts["acknowledged"] += self.manager.acknowledge(lease, peer=notice.sender)
                 case {"again": str(lease), "first": first, **rest} if not rest and type(first) is int and first >= 0:
-                    if all(each.lease != lease for each in (*(e.handoff for e in self._exported), *self._ready)):
-                        self.export_again(lease, min(first, INT64_MAX), peer=notice.sender)
+                    told = (*(export.handoff for export in self._exported), *self._ready)
+                    if self._is_of(lease, notice.sender) and all(each.lease != lease for each in told):
+                        self.counts["asked_again"] += (
+                            self.export_again(lease, min(first, INT64_MAX), peer=notice.sender) is not None
+                        )
                 case _:
-                    self._messages.append(notice)
+                    self.counts["dropped"] += not self._messages.put(*notice)
+
+    def _is_of(self, lease: str, sender: str) -> bool:
+        """Whether it is this host whose word about a lease counts."""
+        if lease not in self.manager.leases.active:
+            return False
+        mine = (self.manager.leases.active[lease].peer or self._takers.setdefault(lease, sender)) == sender
+        self.counts["foreign"] += not mine
+        return mine
 
     def _ask(self) -> None:
         """Asks for hand-offs that were lost, as it seems."""
@@ -265,9 +320,11 @@ class RemoteDriver:
                 arrival.asks, coming.heard = False, now
                 self._say(coming.peer, {"again": arrival.lease, "first": arrival.announced})
 
-    def _say(self, peer: Peer, word: dict[str, Any]) -> None:
+    def _say(self, peer: Peer, word: dict[str, Any]) -> bool:
         with contextlib.suppress(TransferError):  # then it is lost
             self._transport.notify(peer, json.dumps(word).encode())
+            return True
+        return False
 
     def _vouch(self, through: bool, fence: Fence | None) -> None:
         """Checksums of what was exported, if all its copies are on the host."""
@@ -283,6 +340,7 @@ class RemoteDriver:
                 blocks = self._sums_of(handoff.lease, "block", handoff.blocks)
                 state = self._sums_of(handoff.lease, "snapshot", handoff.state)
                 self._ready.append(handoff.vouched(blocks, state))
+                self.counts["announced"] += 1
             del self._exported[0]  # of a call that was broken off it is announced once more
 
     def _sums_of(self, lease: str, kind: RecordKind, pages: Sequence[int]) -> list[bytes]:
@@ -350,7 +408,19 @@ class RemoteDriver:
         for arrival, coming in list(self._arrivals.items()):
             if arrival.is_over:
                 del self._arrivals[arrival]
-                self._say(coming.peer, {"acknowledge": arrival.lease})  # if it is lost the lease ends by itself
+                if arrival.closed:
+                    self._ended[arrival.lease] = None
+                    if len(self._ended) > _REMEMBERED:
+                        del self._ended[next(iter(self._ended))]
+                if arrival.failure is None and arrival.last and arrival.joined == arrival.total:
+                    self.counts["done"] += 1
+                else:
+                    self.given_up[_reason(arrival)] += 1
+                self._owed[arrival.lease] = coming.peer, arrival.until
+        for lease, (peer, until) in list(self._owed.items()):
+            said = peer.error is None and self._say(peer, {"acknowledge": lease})
+            if said or self.manager.clock() >= until or not self._transport.seeks(peer):  # it ends by itself
+                del self._owed[lease]
 
 
 def _check_published(manager: KVCacheManager, transport: RecordTransport) -> None:
@@ -363,6 +433,13 @@ def _check_published(manager: KVCacheManager, transport: RecordTransport) -> Non
         raise LayoutError(f"published pages are split into {have}, the manager's are of {want} pool ranks")
     if (have := transport.num_pages) < (want := manager.cache.pages.num_total):
         raise LayoutError(f"the manager has {want} pages, {have} are published")
+
+
+def _reason(arrival: Arrival) -> str:
+    """Why it was given up, in few words."""
+    if arrival.failure is None:
+        return "closed"
+    return next((reason for reason, words in _REASONS.items() if words in arrival.failure), "other")
 
 
 def _parse(message: bytes) -> Any:

@@ -31,6 +31,10 @@ class TransportEngine(Protocol):
 
     Attributes:
         name: of the engine; both ends must have the same.
+
+    It may have three more: `identity`, in which the name of this end is to end, as it proves to others that it is its
+    own; `counts`, a `Counter` that `RecordTransport.stats` tells; and `is_up(link)`: whether a link is made, as far as
+    this end knows, which returns at once and raises if it is broken.
     """
 
     name: str
@@ -59,7 +63,8 @@ class TransportEngine(Protocol):
         ...
 
     def received(self) -> list[tuple[str, bytes]]:
-        """Messages that have come since the last call, each with the name of the host that sent it."""
+        """Messages that have come, each with the name of the host that sent it: no more at once than a caller should be
+        busy with. What nobody takes is bounded, for each sender."""
         ...
 
     def disconnect(self, link: Any) -> None:

@@ -12,9 +12,9 @@ import numpy as np
 from ...errors import RecordMismatchError
 from .engine import EngineRead
 
-__all__ = ["PIECE_BYTES", "PageRead"]
+__all__ = ["PIECE_BYTES", "PIECE_PAGES", "PageRead"]
 
-PIECE_BYTES = 16 << 20  # of one piece, about: its checksums take some milliseconds
+PIECE_BYTES, PIECE_PAGES = 16 << 20, 4096  # of one piece, at most or one page: its checksums take some milliseconds
 _FLYING = 2  # pieces on their way at once, so that the engine works while one is verified
 _SPIN, _PAUSE = 2e-3, 2e-4  # seconds: how long a wait looks again and again, and its pauses after that
 
@@ -26,6 +26,7 @@ class PageRead:
         peer: name of the other host.
         source, destination: int32 [n], pages there and here.
         piece: pages of a piece.
+        began, until: when it was begun, and has to have ended, by the transport's clock.
         start: begins to copy some of them.
         wrong: given which of a piece, the indices of those in it whose bytes are not what they should be.
         look: asks the transport to `advance` this read, and to end it if that fails or its time is up.
@@ -38,6 +39,8 @@ class PageRead:
         destination: np.ndarray,
         *,
         piece: int,
+        began: float,
+        until: float,
         start: Callable[[np.ndarray, np.ndarray], EngineRead],
         wrong: Callable[[slice], list[int]],
         look: Callable[[PageRead], None],
@@ -47,6 +50,8 @@ class PageRead:
         self._waiting = deque(slice(i, i + piece) for i in range(0, len(source), piece))
         self._flying: deque[tuple[slice, EngineRead]] = deque()
         self._mismatched: list[int] = []
+        self.began, self.until = began, until
+        self.looked = began  # when somebody looked at it last, as the transport says
         self.is_over = False
         self.error: Exception | None = None
 

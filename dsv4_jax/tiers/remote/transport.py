@@ -12,13 +12,14 @@ bytes for each. A reader pulls, since it knows which of its pages are free; the 
 host must keep the pages as they are meanwhile; if it did not, the checksums show it and nothing wrong is served.
 
 Nothing hangs: a read has a deadline, and a peer that dies, or lets one pass, is *lost*: cut off, all its reads ended
-with an error, after which none of its bytes arrive any more. Whoever wants it back connects anew.
+with an error, after which none of its bytes arrive any more. It is looked for, after pauses that grow, until it is
+found again or was disconnected from: a thread does that, which there is only while a peer is lost.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
-import dataclasses
 import os
 import secrets
 import socket
@@ -29,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ...checks import check_seconds, shown
+from ...checks import INT32_MAX, check_integer, check_seconds, shown
 from ...errors import CacheError, PeerError, StoreFormatError, TransferError
 from ...layout import CacheLayout
 from ...stores.checksum import checksums
@@ -39,7 +40,8 @@ from .checks import RecordKind, check_ids, check_pages, check_pairs
 from .engine import TransportEngine
 from .metadata import PoolMetadata
 from .pages import Pages
-from .read import PIECE_BYTES, PageRead
+from .peer import GIVEN_UP, Link, Peer, PeerStats, TransportStats
+from .read import PIECE_BYTES, PIECE_PAGES, PageRead
 
 if TYPE_CHECKING:
     from ..host_cache import HostCache
@@ -47,12 +49,15 @@ if TYPE_CHECKING:
 __all__ = ["MAX_NOTICE", "Notice", "Peer", "RecordTransport"]
 
 MAX_NOTICE = 4 << 20  # bytes of a message
+MAX_PEER_PAGES = 1 << 20  # what an engine keeps of them is up to 80 bytes each
+_SHORTEST_LOOK, _LONGEST_LOOK = 0.01, 0.5  # seconds between looks at whether a lost peer is due, or found
+_NEGLECTED = 1.0  # seconds after which a read that nobody looks at is looked at by the transport
 _NO_PAGES = Pages([np.zeros((1, 0), np.uint8)])
 Ids = Sequence[int] | np.ndarray
 
 
 class Notice(NamedTuple):
-    """A message. Whoever may connect may claim any name as its sender's.
+    """A message. With the engines "sockets" and "jax" its sender has proved its name; NIXL's may claim any.
 
     Attributes:
         sender: name of the transport that sent it.
@@ -61,29 +66,6 @@ class Notice(NamedTuple):
 
     sender: str
     message: bytes
-
-
-@dataclasses.dataclass(eq=False)
-class Peer:
-    """Another host, as `RecordTransport.connect` gives it.
-
-    Attributes:
-        name: of its transport.
-        num_pages: it has pages 1..num_pages.
-        error: why it is lost; None while it is not known to be.
-    """
-
-    name: str
-    num_pages: int
-    error: TransferError | None = None
-
-
-@dataclasses.dataclass(eq=False)
-class _Link:
-    """What a transport keeps of a peer that is connected."""
-
-    link: Any  # the engine's
-    reads: set[PageRead] = dataclasses.field(default_factory=set)
 
 
 class RecordTransport:
@@ -96,13 +78,23 @@ class RecordTransport:
     Args:
         engine: what moves the bytes; the transport owns it.
         timeout: seconds that a read has to end.
+        max_peer_pages: `connect` takes no peer that says it has more.
         clock: what deadlines are measured with, in seconds.
 
     Raises (all calls but `close` and `disconnect`): `TransferError` after `close`.
     """
 
-    def __init__(self, engine: TransportEngine, *, timeout: float = 30.0, clock: Callable[[], float] = time.monotonic):
-        self.name = f"{socket.gethostname()[:64]}-{os.getpid()}-{secrets.token_hex(6)}"
+    def __init__(
+        self,
+        engine: TransportEngine,
+        *,
+        timeout: float = 30.0,
+        max_peer_pages: int = MAX_PEER_PAGES,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        mark = getattr(engine, "identity", None) or secrets.token_hex(6)
+        self.name = f"{socket.gethostname()[:64]}-{os.getpid()}-{mark}"
+        self._max_peer_pages = check_integer("max_peer_pages", max_peer_pages, 1, INT32_MAX, error=StoreFormatError)
         self._timeout = check_seconds("timeout", timeout, error=StoreFormatError)
         self._engine, self._clock = engine, clock
         self._lock = threading.RLock()
@@ -111,7 +103,11 @@ class RecordTransport:
         self._pages = _NO_PAGES
         self._places: list[tuple[int, tuple[int, ...]]] = []  # of the pages' memories
         self._host: HostCache | None = None  # kept alive
-        self._links: dict[Peer, _Link] = {}
+        self._links: dict[Peer, Link] = {}
+        self._seeker: threading.Thread | None = None  # looks for lost peers
+        self._hurry = threading.Event()
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._seconds = 0.0
         self._written: set[int] = set()  # pages that reads under way write
         self._closed = False
 
@@ -194,12 +190,14 @@ class RecordTransport:
             return self.published
 
     def connect(self, metadata: bytes) -> Peer:
-        """Connects to the host that published this, from which pages can be read then. Again: the same peer.
+        """Connects to the host that published this, from which pages can be read then. Again: the same peer, at once if
+        it is lost.
 
         Raises:
-            TransferError: it is too long, no such JSON, or of another engine.
+            TransferError: it is too long, no such JSON, or of another engine; it has more than `max_peer_pages`;
+                another host has published something else under its name.
             LayoutError: blocks or snapshots mean something else there; says which.
-            PeerError: the host cannot be reached.
+            PeerError: the host cannot be reached. (With sockets that shows later.)
             TransferError: nothing is published here yet.
         """
         with self._open():
@@ -208,15 +206,28 @@ class RecordTransport:
             if there.engine != self._engine.name:
                 raise TransferError(f"{there.host!r} is on engine {there.engine!r}, this is {self._engine.name!r}")
             there.check_layout(layout)
+            if there.num_pages > self._max_peer_pages:
+                raise TransferError(f"{there.host!r} has {there.num_pages} pages, more than {self._max_peer_pages}")
             if (known := next((peer for peer in self._links if peer.name == there.host), None)) is not None:
+                if self._links[known].there != there:
+                    raise TransferError(f"{there.host!r} is connected, and has published something else")
+                if known.error is not None:
+                    self._connect(known, self._links[known])
                 return known
-            try:
-                link = self._engine.connect(there.host, there.reach, there.num_pages)
-            except Exception as error:  # of whatever kind the engine has
-                raise _as_peer_error(there.host, "cannot be connected to", error) from error
-            peer = Peer(there.host, there.num_pages)
-            self._links[peer] = _Link(link)
+            peer, link = Peer(there.host, there.num_pages), Link(there)
+            self._connect(peer, link)
+            self._links[peer] = link
             return peer
+
+    def check_peer(self, peer: Peer) -> None:
+        """Raises `PeerError` if the peer is lost, or was disconnected from: nothing can be read of it now."""
+        with self._open():
+            self._link(peer)
+
+    def seeks(self, peer: Peer) -> bool:
+        """Whether the peer is lost, and is looked for."""
+        with self._lock:
+            return peer in self._links and peer.error is not None
 
     def checksums(self, kind: RecordKind, pages: Ids) -> list[bytes]:
         """Returns 16 bytes for each of these pages of ours, which vouch for its bytes, its kind and its layout to a
@@ -240,8 +251,9 @@ class RecordTransport:
     ) -> TransferHandle:
         """Starts to copy pages of a peer into ours.
 
-        Nothing of a read moves on but when its handle is looked at: `is_ready` and `wait` also verify what has come,
-        some milliseconds of work at a time. Until the handle says that it is over, the destinations belong to it.
+        A read moves on when its handle is looked at: `is_ready` and `wait` also verify what has come, some milliseconds
+        of work at a time. Until the handle says that it is over, the destinations belong to it. One that nobody looks
+        at, and be it that its handle was dropped, is looked at by `notices`, and ends at its deadline at the latest.
 
         Args:
             peer: of `connect`.
@@ -266,7 +278,7 @@ class RecordTransport:
             theirs = check_ids(layout, kind, "source", source, peer.num_pages)
             ours = check_ids(layout, kind, "destination", destination, self.num_pages)
             check_pairs(theirs, ours, checksums, self._written)
-            read = self._make_read(peer, link, kind, theirs, ours, checksums, self._clock() + seconds)
+            read = self._make_read(peer, link, kind, theirs, ours, checksums, seconds)
             link.reads.add(read)
             self._written.update(ours)
             read.is_ready()  # which starts it
@@ -291,16 +303,45 @@ class RecordTransport:
                 raise self._why(peer) from error
 
     def notices(self) -> list[Notice]:
-        """Messages that have come since the last call; those of one sender in its order. Does not wait."""
+        """Messages that have come, at most some hundred at once; those of one sender in its order. Does not wait.
+
+        Links that have broken are found out, and reads that nobody looks at move on: call it now and then, as a
+        `RemoteDriver` does.
+        """
         with self._open():
+            for peer, link in list(self._links.items()):
+                self._tend(peer, link)
             received = self._call("cannot receive notices", self._engine.received)
+            self._counts["notices"] += len(received)
             return [Notice(sender, message) for sender, message in received if len(message) <= MAX_NOTICE]
 
+    def stats(self) -> TransportStats:
+        """What there is to be told of peers, reads and strangers. After `close`, too."""
+        with self._lock:
+            peers = tuple(
+                PeerStats(
+                    each.name,
+                    None if each.error is None else str(each.error),
+                    each.losses,
+                    each.reconnects,
+                    each.reads,
+                    each.bytes,
+                    each.seconds,
+                )
+                for each in self._links
+            )
+            counts = collections.Counter(self._counts)
+            counts.update(getattr(self._engine, "counts", ()))
+            return TransportStats(self._engine.name, peers, counts, self._seconds)
+
     def disconnect(self, peer: Peer) -> None:
-        """Cuts a peer off; its reads under way end with `PeerError`. Does nothing if it is lost or was cut off."""
+        """Cuts a peer off; its reads under way end with `PeerError`. It is not looked for any more. Again: nothing."""
         with self._lock:
             if peer in self._links:
-                self._lose(peer, PeerError(peer.name, "disconnected"))
+                try:
+                    self._lose(peer, PeerError(peer.name, "disconnected"), seek=False)
+                finally:
+                    del self._links[peer]
 
     def close(self) -> None:
         """Cuts all peers off and lets go of the pages and of all else; reads under way end. Again: nothing."""
@@ -312,8 +353,13 @@ class RecordTransport:
                 for peer in list(self._links):
                     self._lose(peer, TransferError("the transport was closed"))
             finally:
+                self._links.clear()
                 self._engine.close()
                 self._pages, self._host = _NO_PAGES, None
+            seeker = self._seeker
+        self._hurry.set()
+        if seeker is not None:
+            seeker.join()
 
     def __enter__(self) -> RecordTransport:
         return self
@@ -336,11 +382,55 @@ class RecordTransport:
             raise TransferError("publish_host() comes first: reads go to registered pages")
         return self._layout
 
-    def _link(self, peer: Peer) -> _Link:
+    def _link(self, peer: Peer) -> Link:
+        """The link to a peer that is not lost."""
         link = self._links.get(peer)
-        if link is None:
-            raise self._why(peer) if isinstance(peer, Peer) else TransferError(f"{shown(peer)} is no peer")
+        if link is None and not isinstance(peer, Peer):
+            raise TransferError(f"{shown(peer)} is no peer")
+        if link is not None:
+            self._tend(peer, link)
+        if link is None or peer.error is not None:
+            raise self._why(peer)
         return link
+
+    def _connect(self, peer: Peer, link: Link, *, tried: bool = False) -> None:
+        """Makes the engine's link anew. `tried`: nobody has asked for it; it counts once it is known to be up."""
+        if link.link is not None:  # it is being tried
+            old, link.link = link.link, None
+            self._engine.disconnect(old)
+        there = link.there
+        try:
+            link.link = self._engine.connect(there.host, there.reach, there.num_pages)
+        except Exception as error:  # of whatever kind the engine has
+            raise _as_peer_error(there.host, "cannot be connected to", error) from error
+        link.tried = tried
+        if not tried:
+            self._found(peer, link)
+
+    def _found(self, peer: Peer, link: Link) -> None:
+        if peer.error is not None:
+            peer.reconnects += 1
+            self._counts["reconnects"] += 1
+        peer.error = None
+        link.made(self._clock())
+
+    def _tend(self, peer: Peer, link: Link) -> None:
+        """Sees whether a peer is lost, or found; moves on with reads that nobody looks at."""
+        now = self._clock()
+        try:
+            if link.link is not None:
+                is_up = getattr(self._engine, "is_up", None)
+                if (is_up is None or is_up(link.link)) and link.tried:
+                    self._found(peer, link)
+            elif now - link.since >= GIVEN_UP:
+                self._counts["given_up"] += 1
+                del self._links[peer]
+            elif now >= link.again:
+                self._connect(peer, link, tried=True)
+        except Exception as error:  # of whatever kind the engine has
+            self._lose(peer, _as_peer_error(peer.name, "the link broke", error))
+        for read in [read for read in link.reads if now - read.looked >= _NEGLECTED]:
+            self._advance(peer, read)
 
     def _why(self, peer: Peer) -> TransferError:
         """A new error of why a peer is gone: one that is raised again would collect tracebacks."""
@@ -363,12 +453,12 @@ class RecordTransport:
     def _make_read(
         self,
         peer: Peer,
-        link: _Link,
+        link: Link,
         kind: RecordKind,
         source: list[int],
         destination: list[int],
         sums: Sequence[bytes] | None,
-        until: float,
+        seconds: float,
     ) -> PageRead:
         def wrong(piece: slice) -> list[int]:
             if sums is None:
@@ -381,19 +471,23 @@ class RecordTransport:
 
         def look(read: PageRead) -> None:
             with self._lock:
-                self._advance(peer, read, until)
+                self._advance(peer, read)
 
-        piece = max(1, PIECE_BYTES // self._pages.width)
+        piece = min(max(1, PIECE_BYTES // self._pages.width), PIECE_PAGES)
         pairs = np.array(source, np.int32), np.array(destination, np.int32)
-        return PageRead(peer.name, *pairs, piece=piece, start=start, wrong=wrong, look=look)
+        now = self._clock()
+        return PageRead(
+            peer.name, *pairs, piece=piece, began=now, until=now + seconds, start=start, wrong=wrong, look=look
+        )
 
-    def _advance(self, peer: Peer, read: PageRead, until: float) -> None:
+    def _advance(self, peer: Peer, read: PageRead) -> None:
         if read.is_over:
             return
+        read.looked = self._clock()
         try:
             if read.advance():
                 self._finish(peer, read, None)
-            elif self._clock() >= until:
+            elif self._clock() >= read.until:
                 raise PeerError(peer.name, "a read did not end in time")
         except BaseException as error:  # of whatever kind the engine has; Ctrl-C leaves a piece that nobody compares
             self._lose(peer, _as_peer_error(peer.name, "a read failed", error))
@@ -402,19 +496,52 @@ class RecordTransport:
 
     def _finish(self, peer: Peer, read: PageRead, error: TransferError | None) -> None:
         read.finish(error)
-        self._links[peer].reads.discard(read)
+        link = self._links[peer]
+        link.reads.discard(read)
         self._written.difference_update(read.destination.tolist())
+        if error is not None:
+            self._counts["failed_reads"] += 1
+            return
+        link.failures = 0
+        size, seconds = len(read.source) * self._pages.width, self._clock() - read.began
+        self._counts.update(reads=1, bytes=size)
+        self._seconds += seconds
+        peer.reads, peer.bytes, peer.seconds = peer.reads + 1, peer.bytes + size, peer.seconds + seconds
 
-    def _lose(self, peer: Peer, error: TransferError) -> None:
-        """Cuts it off, then ends its reads: their pages are the manager's again."""
+    def _lose(self, peer: Peer, error: TransferError, *, seek: bool = True) -> None:
+        """Cuts it off, then ends its reads: their pages are the manager's again. It is looked for."""
+        if peer.error is None:
+            peer.losses += 1
+            self._counts["losses"] += 1
         peer.error = error
         link = self._links[peer]
         try:
-            self._engine.disconnect(link.link)
+            if link.link is not None:
+                self._engine.disconnect(link.link)
         finally:
             for read in list(link.reads):
                 self._finish(peer, read, error)
-            del self._links[peer]
+            link.lost(self._clock())
+            if seek and self._seeker is None and not self._closed:
+                seeker = threading.Thread(target=self._seek, daemon=True, name="dsv4 lost peers")
+                with contextlib.suppress(RuntimeError):  # the process has too many; calls look for it, too
+                    seeker.start()
+                    self._seeker = seeker
+
+    def _seek(self) -> None:
+        """Looks for lost peers until there is none."""
+        pause = 0.0
+        while not self._hurry.wait(pause):
+            with self._lock:
+                for peer, link in list(self._links.items()):
+                    if peer.error is not None:
+                        self._tend(peer, link)
+                lost = [link for peer, link in self._links.items() if peer.error is not None]
+                if self._closed or not lost:
+                    self._seeker = None
+                    return
+                soon = min(0.0 if link.tried else link.again - self._clock() for link in lost)
+                pause = min(max(soon, _SHORTEST_LOOK), _LONGEST_LOOK)
 
 
 def _as_peer_error(peer: str, problem: str, error: BaseException) -> TransferError:
