@@ -195,7 +195,7 @@ def test_a_host_that_is_lost_is_told_of_and_comes_back(side):
         taker.engine.receive(there.id, parts[0])
     taker.engine.resume()
     assert there.result(PATIENCE).tokens == answer(None, PROMPT, 6) and there.result().cached == 0
-    until(lambda: peer.error is None)
+    eventually(lambda: peer.error is None)
     again = taker.engine.add(Prompt(tokens=[1, *PROMPT], max_new_tokens=6, peer=peer))
     sender.engine.add(Prompt(tokens=[1, *PROMPT], export=lambda part: taker.engine.receive(again.id, part)))
     assert again.result(PATIENCE).tokens == answer(None, [1, *PROMPT], 6) and again.result().cached == 9 * BLOCK
@@ -219,7 +219,7 @@ def test_an_abort_where_it_goes_on_ends_what_comes(side, when, n):
     for part in parts[given:]:
         assert not taker.engine.receive(there.id, part)
     lease_over(sender)
-    until(lambda: not taker.executor.driver.busy)
+    eventually(lambda: not taker.executor.driver.busy)
     assert not taker.engine.receive(there.id, b"{}"), "nor is what is none of any use"
 
 
