@@ -48,11 +48,13 @@ def held() -> list[int]:
 
 def draw(options: StepOptions, recorder: Recorder, mtp: bool = False) -> Any:
     cfg, start, before = model_config(options), time.perf_counter(), held()
-    params = init_params(cfg, 0, "released", packed=True, mtp=mtp, mesh=mesh_of(options))
+    params = init_params(cfg, 0, "released", packed=True, drafts=mtp, mesh=mesh_of(options))
     jax.block_until_ready(params)
     name = f"{cfg.num_layers} layers{' and MTP' if mtp else ''} over {options.devices} devices, tensor {options.tensor}"
     recorder.fact("mesh", f"weights drawn, {name}", time.perf_counter() - start, "s")
-    recorder.fact("mesh", f"predicted for a device, {name}", device_bytes(cfg, split=options.split, mtp=mtp), "bytes")
+    recorder.fact(
+        "mesh", f"predicted for a device, {name}", device_bytes(cfg, split=options.split, drafts=mtp), "bytes"
+    )
     after = held()
     if after[0]:
         each = [b - a for a, b in zip(before, after, strict=True)][: options.devices]

@@ -96,7 +96,7 @@ def compile_step(options: StepOptions, whole: bool = False) -> tuple[Any, int]:
     call: Any = step
     cache = abstract(jax.eval_shape(lambda: init_cache(layout, size)), parts=options.split.data)
     if whole:
-        params = device_specs(options.config(), split=options.split, mtp=options.drafts > 0)
+        params = device_specs(options.config(), split=options.split, drafts=options.drafts > 0)
         params = abstract(params) if mesh is None else {name: of_all(node) for name, node in params.items()}
         call, known = model.prefill if options.chunk > 1 else model.decode_step, options.batch * options.fed
         if options.drafts:

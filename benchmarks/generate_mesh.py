@@ -55,7 +55,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder, start = pathlib.Path(name), time.perf_counter()
-        params: Any = jax.block_until_ready(model.init_params(cfg, 0, "released", mtp=True))
+        params: Any = jax.block_until_ready(model.init_params(cfg, 0, "released", drafts=True))
         note("drawn, s", time.perf_counter() - start)
         start = time.perf_counter()
         model.save_hf(cfg, params, folder)
@@ -67,10 +67,10 @@ def main() -> None:
             mesh = None if split is None else split.mesh()
             where = "one device" if split is None else f"data {split.data}, tensor {split.tensor}"
             start = time.perf_counter()
-            _, params = model.load_hf(folder, weights="released", packed=mesh is None, mtp=True, mesh=mesh)
+            _, params = model.load_hf(folder, weights="released", packed=mesh is None, drafts=True, mesh=mesh)
             jax.block_until_ready(params)
             note(f"loaded to {where}, GB/s", size / 1e9 / (time.perf_counter() - start))
-            layout = CacheLayout(cfg, include_mtp=True, draft_tokens=2)
+            layout = CacheLayout(cfg, include_drafts=True, draft_tokens=2)
             shards = 1 if split is None else split.data
             size_of = CacheSize(32, args.prompts // shards, 2)
             with open_exchanges(mesh) as opened:

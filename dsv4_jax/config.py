@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 from . import hf_config
 from .errors import ConfigError
+from .former_names import former_keywords
 from .untrusted import INT32_MAX, brief, integer_field, number_field
 
 __all__ = ["AttentionType", "DSV4Config", "DSparkHead", "LayerSpec", "YarnScaling", "build_schedule"]
@@ -310,10 +311,11 @@ class DSV4Config:
         return hf_config.hf_fields(dataclasses.asdict(self) | {"layer_types": kinds}, dtype)
 
 
-def build_schedule(cfg: DSV4Config, *, include_mtp: bool = False) -> tuple[LayerSpec, ...]:
-    """The layers in order; with `include_mtp`, the SWA-only layers that draft follow the backbone."""
+@former_keywords(include_mtp="include_drafts")
+def build_schedule(cfg: DSV4Config, *, include_drafts: bool = False) -> tuple[LayerSpec, ...]:
+    """The layers in order; with `include_drafts`, the SWA-only layers that draft follow the backbone."""
     backbone = tuple(LayerSpec(i, attn, hash_routed=i < cfg.num_hash_layers) for i, attn in enumerate(cfg.layer_types))
-    if not include_mtp:
+    if not include_drafts:
         return backbone
     first = cfg.num_layers
     return backbone + tuple(LayerSpec(first + i, AttentionType.SWA, is_mtp=True) for i in range(cfg.num_draft_layers))

@@ -1,13 +1,16 @@
-"""Names that were public and moved or were renamed: they answer for one release, with a warning."""
+"""Names and keywords that were public and moved or were renamed: they answer for one release, with a warning."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import warnings
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
-__all__ = ["former_name"]
+__all__ = ["former_keywords", "former_name"]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def former_name(module: str, former: Mapping[str, str], name: str) -> Any:
@@ -25,3 +28,24 @@ def former_name(module: str, former: Mapping[str, str], name: str) -> Any:
     warnings.warn(f"{module}.{name} is {path} now", DeprecationWarning, stacklevel=3)
     home, _, new = path.rpartition(".")
     return getattr(importlib.import_module(home), new)
+
+
+def former_keywords(**former: str) -> Callable[[F], F]:
+    """Lets a function take keywords by their former names, with a warning (`DeprecationWarning`).
+
+    Args:
+        former: former name -> the name now.
+    """
+
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def renamed(*args: Any, **kwargs: Any) -> Any:
+            for name in former.keys() & kwargs.keys():
+                what = f"{function.__qualname__.removesuffix('.__init__')}({name}=) is {former[name]}= now"
+                warnings.warn(f"dsv4_jax: {what}", DeprecationWarning, stacklevel=2)
+                kwargs[former[name]] = kwargs.pop(name)
+            return function(*args, **kwargs)
+
+        return renamed  # type: ignore[return-value]
+
+    return decorate

@@ -32,6 +32,7 @@ from .checks import INT32_MAX, as_int, check_boolean, check_integer, shown
 from .config import AttentionType, DSV4Config, LayerSpec, build_schedule
 from .errors import LayoutError
 from .formats import Part, RowFormat
+from .former_names import former_keywords
 from .schema import HcaState, LayerCacheSchema, PoolSchema, build_schema, checked_block_tokens
 
 __all__ = ["CacheLayout", "CacheSize", "KeySplit", "LeafSpec", "check_layout"]
@@ -136,8 +137,8 @@ class CacheLayout:
             (CSA and HCA: 128 for V4). Defaults to the smallest multiple of that lcm that is at least 128.
         draft_tokens: drafts a verify step may carry beside its first token.
         hca_state: "online" (softmax triple, 3 rows of head_dim per layer) or "raw" (ring of rows).
-        include_mtp: also hold what the layers that draft keep: an MTP layer's window and the backbone's residual of the
-            last token, or the windows of DSpark's stages.
+        include_drafts: also hold what the layers that draft keep: an MTP layer's window and the backbone's residual of
+            the last token, or the windows of DSpark's stages.
         key_split: how finely attention kernels may cut a token's keys: for "throughput" (large batches) or for the
             "latency" of one or a few requests. "context" cuts them by their blocks, into the shares of eight ranks: a
             token's bits are then the same over 1, 2, 4 or 8 ranks of a pool axis. No array depends on it. It is a fact
@@ -149,6 +150,7 @@ class CacheLayout:
             `cfg` is none.
     """
 
+    @former_keywords(include_mtp="include_drafts")
     def __init__(
         self,
         cfg: DSV4Config,
@@ -158,13 +160,13 @@ class CacheLayout:
         draft_tokens: int = 0,
         *,
         hca_state: HcaState = "online",
-        include_mtp: bool = False,
+        include_drafts: bool = False,
         key_split: KeySplit = "throughput",
     ):
         if not isinstance(cfg, DSV4Config):
             raise LayoutError(f"cfg must be a DSV4Config, got {shown(cfg)}")
-        self.cfg, self.include_mtp = cfg, check_boolean("include_mtp", include_mtp, error=LayoutError)
-        self.schedule = build_schedule(cfg, include_mtp=self.include_mtp)
+        self.cfg, self.include_drafts = cfg, check_boolean("include_drafts", include_drafts, error=LayoutError)
+        self.schedule = build_schedule(cfg, include_drafts=self.include_drafts)
         self.block_tokens = checked_block_tokens(block_tokens, cfg)
         self.draft_tokens = check_integer("draft_tokens", draft_tokens, high=INT32_MAX, error=LayoutError)
         if key_split not in get_args(KeySplit):
@@ -184,7 +186,7 @@ class CacheLayout:
         if len(self.leaves) > MAX_LEAVES:  # a step is to stay cheap to dispatch
             raise LayoutError(f"{len(self.leaves)} arrays, at most {MAX_LEAVES}: the row formats have too many parts")
         # With the key split: compiled steps are found by their layout, and each split is another computation.
-        choices = (self.draft_tokens, hca_state, include_mtp, key_split)
+        choices = (self.draft_tokens, hca_state, include_drafts, key_split)
         self._key = (cfg, self.kv_row, self.index_row, self.block_tokens, *choices)
         self._hash = hash(self._key)  # the last: from here on nothing can be set
 
@@ -313,8 +315,8 @@ class CacheLayout:
     def block_fingerprint(self) -> str:
         """Hex digest that two layouts share exactly if block records of one can be read as those of the other.
 
-        `draft_tokens` and `include_mtp` are no part of it. `hca_state` is, where there are HCA layers: it decides how
-        their entries are computed.
+        `draft_tokens` and `include_drafts` are no part of it. `hca_state` is, where there are HCA layers: it decides
+        how their entries are computed.
         """
         facts: list[Any] = [dataclasses.astuple(leaf) for leaf in self.leaves if leaf.scope == "block"]
         facts += self._record_facts

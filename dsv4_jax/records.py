@@ -74,7 +74,7 @@ def snapshot_layouts(layout: CacheLayout) -> tuple[CacheLayout, ...]:
     rows = layout.kv_row.name, layout.index_row.name
     sizes = dict(block_tokens=layout.block_tokens, draft_tokens=layout.draft_tokens)
     choices: dict[str, Any] = dict(hca_state=layout.hca_state, key_split=layout.key_split)
-    return layout, CacheLayout(layout.cfg, *rows, **sizes, **choices, include_mtp=not layout.include_mtp)
+    return layout, CacheLayout(layout.cfg, *rows, **sizes, **choices, include_drafts=not layout.include_drafts)
 
 
 @functools.lru_cache(maxsize=64)

@@ -38,7 +38,7 @@ def layout_to_json(layout: CacheLayout) -> str:
         "block_tokens": layout.block_tokens,
         "draft_tokens": layout.draft_tokens,
         "hca_state": layout.hca_state,
-        "include_mtp": layout.include_mtp,
+        "include_drafts": layout.include_drafts,
         "key_split": layout.key_split,
     }
     return json.dumps({"cfg": cfg, "options": options, "fingerprint": layout.fingerprint})
@@ -57,7 +57,10 @@ def layout_from_json(text: str) -> CacheLayout:
         cfg["yarn"] = None if cfg["yarn"] is None else YarnScaling(**cfg["yarn"])
         if (dspark := cfg.get("dspark")) is not None:
             cfg["dspark"] = DSparkHead(**dspark | {"target_layer_ids": tuple(dspark["target_layer_ids"])})
-        layout = CacheLayout(DSV4Config(**cfg), **facts["options"])
+        options = facts["options"]
+        if "include_mtp" in options:  # as versions before drafts had one word wrote it
+            options["include_drafts"] = options.pop("include_mtp")
+        layout = CacheLayout(DSV4Config(**cfg), **options)
         fingerprint = facts["fingerprint"]
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise LayoutError(f"this is no layout that was written here: {error}") from error

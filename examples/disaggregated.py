@@ -66,8 +66,10 @@ class Host:
 
     def __init__(self, kind: str, engine: str, address: str, fault: str):
         drafts, self.size, blocks = SIZES[kind]
-        self.layout = dsv4.CacheLayout(CONFIG, "f32", "f32", block_tokens=BLOCK, draft_tokens=drafts, include_mtp=True)
-        limits, self.params = Limits(patience=PATIENCE, lease=LEASE), model.init_params(CONFIG, seed=0, mtp=True)
+        self.layout = dsv4.CacheLayout(
+            CONFIG, "f32", "f32", block_tokens=BLOCK, draft_tokens=drafts, include_drafts=True
+        )
+        limits, self.params = Limits(patience=PATIENCE, lease=LEASE), model.init_params(CONFIG, seed=0, drafts=True)
         self.options: Any = dict(chunk_tokens=48, drafts=drafts, weights_id="seed 0", limits=limits)
         reached = open_engine(engine, address=address) if engine == "jax" and address else open_engine(engine)
         self.transport = RecordTransport(reached, timeout=PATIENCE)

@@ -245,10 +245,10 @@ def _leaves(cfg: dsv4.DSV4Config | PlainConfig) -> Iterator[_Leaf]:
     if isinstance(cfg, PlainConfig):
         specs, formats = plain_specs(cfg), {}
     else:
-        specs = param_specs(cfg, mtp=True)
+        specs = param_specs(cfg, drafts=True)
         formats = dict(
             jax.tree_util.tree_leaves_with_path(
-                param_specs(cfg, "released", mtp=True), is_leaf=lambda x: isinstance(x, Quantised)
+                param_specs(cfg, "released", drafts=True), is_leaf=lambda x: isinstance(x, Quantised)
             )
         )
     counts: dict[str, int] = {}
@@ -314,7 +314,7 @@ def released(cfg: dsv4.DSV4Config, params: Params) -> Params:
             return x.astype(spec.dtype)
         return Quantised(packed(x, spec.format, keys[-1].key == "gate_up"), spec.format)
 
-    return jax.tree_util.tree_map_with_path(one, params, param_specs(cfg, "released", mtp=True))
+    return jax.tree_util.tree_map_with_path(one, params, param_specs(cfg, "released", drafts=True))
 
 
 def draw(cfg: dsv4.DSV4Config, seed: int = 0) -> Params:
@@ -323,7 +323,7 @@ def draw(cfg: dsv4.DSV4Config, seed: int = 0) -> Params:
     Matrices that write into the residual are smaller by the root of their number; hyper-connections begin near a plain
     residual, in which each block reads mostly one of the streams.
     """
-    drawn = init_params(cfg, seed, mtp=True)
+    drawn = init_params(cfg, seed, drafts=True)
     rng, n, sites = np.random.default_rng(seed), cfg.hc_mult, iter(range(10**6))
 
     def one(keys: tuple[Any, ...], x: jax.Array) -> jax.Array:

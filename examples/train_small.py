@@ -140,7 +140,7 @@ class Trainer:
         tree = self.tree
         if start is not None:
             assert isinstance(self.cfg, dsv4.DSV4Config)
-            _, tree = dsv4.model.load_hf(start, weights=jnp.float32, mtp=True)
+            _, tree = dsv4.model.load_hf(start, weights=jnp.float32, drafts=True)
             self.tree = tree
         stacks = small_model.stack(self.cfg, tree)
         return State(stacks, _biases(tree), self.optimiser.init(stacks))
@@ -322,7 +322,7 @@ def train(
                 log(
                     step=at,
                     loss=loss,
-                    mtp=float(found.after_next),
+                    drafts=float(found.after_next),
                     index=float(found.index),
                     norm=float(norm),
                     rate=rate,

@@ -369,7 +369,7 @@ def test_writes_left_behind_on_another_step_are_missed_at_its_end() -> None:
 
 def test_layers_of_mtp_need_not_be_written() -> None:
     cfg = DSV4Config.tiny(layer_types=(SWA,), num_mtp_layers=1)
-    layout, scheduled = CacheLayout(cfg, include_mtp=True), [StepSequence(1, 0, 1)]
+    layout, scheduled = CacheLayout(cfg, include_drafts=True), [StepSequence(1, 0, 1)]
     begun = init_cache(layout, CacheSize(2, 2, 1)).begin(build_plan(layout, scheduled, shape_for(layout, scheduled)))
     assert begun.layer(0).append(ROW).step.finish()
     with pytest.raises(StepError, match="layer 0"):

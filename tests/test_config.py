@@ -91,7 +91,7 @@ def test_the_tiny_released_model_is_one_that_kernels_take() -> None:
 
 @pytest.mark.parametrize("cfg", [DSV4Config.flash(), DSV4Config.pro()])
 def test_mtp_layers_follow_the_backbone_and_are_swa_only(cfg: DSV4Config) -> None:
-    layers = build_schedule(cfg, include_mtp=True)
+    layers = build_schedule(cfg, include_drafts=True)
     assert layers[: cfg.num_layers] == build_schedule(cfg)
     assert [(s.layer_idx, s.attn, s.is_mtp) for s in layers[cfg.num_layers :]] == [(cfg.num_layers, SWA, True)]
 
@@ -142,7 +142,7 @@ def test_dspark_is_recognised_by_its_own_fields(mtp_layers: int, behind: list[in
         0,
         3,
     )
-    schedule = build_schedule(cfg, include_mtp=True)
+    schedule = build_schedule(cfg, include_drafts=True)
     assert [(spec.layer_idx, spec.attn, spec.is_mtp) for spec in schedule[43:]] == [
         (i, SWA, True) for i in (43, 44, 45)
     ]

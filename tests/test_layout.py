@@ -84,13 +84,13 @@ def test_memory_table(model: str, kv: str, index: str) -> None:
     ],
 )
 def test_window_bytes(model: str, kv: str, mtp: bool, window: int) -> None:
-    assert CacheLayout(MODELS[model], kv, include_mtp=mtp).window_bytes_per_request == window
+    assert CacheLayout(MODELS[model], kv, include_drafts=mtp).window_bytes_per_request == window
 
 
 def test_mtp_keeps_a_residual_of_four_streams_a_token() -> None:
     """Beside its window: 64 KiB each of the last token's, of the step's, and one more for every draft."""
     for drafts in (0, 3):
-        layouts = [CacheLayout(MODELS["flash"], draft_tokens=drafts, include_mtp=mtp) for mtp in (False, True)]
+        layouts = [CacheLayout(MODELS["flash"], draft_tokens=drafts, include_drafts=mtp) for mtp in (False, True)]
         sizes = [layout.bytes_per_slot for layout in layouts]
         assert sizes[1] - sizes[0] == (128 + drafts) * 584 + (2 + drafts) * 4 * 4096 * 4
 
@@ -100,7 +100,7 @@ def test_stages_keep_windows_in_a_piece_of_their_own(model: str, snapshot: int) 
     """Behind what a record holds without them, so that the one begins as the other does."""
     head = DSparkHead(5, 128799, tuple(range(MODELS[model].num_layers))[-3:], 256)
     cfg = dataclasses.replace(MODELS[model], num_mtp_layers=0, dspark=head)
-    without, layout = (CacheLayout(cfg, draft_tokens=5, include_mtp=mtp) for mtp in (False, True))
+    without, layout = (CacheLayout(cfg, draft_tokens=5, include_drafts=mtp) for mtp in (False, True))
     assert layout.bytes_per_slot - without.bytes_per_slot == 3 * (128 + 5) * 584 == 233_016
     assert layout.window_bytes_per_request - without.window_bytes_per_request == 233_016
     bare, full = snapshot_record(without), snapshot_record(layout)
@@ -139,7 +139,7 @@ def test_a_host_record_of_flash_is_half_a_megabyte(model: str) -> None:
 
 def test_few_leaves_at_any_depth() -> None:
     layouts = [
-        CacheLayout(cfg, kv, index, hca_state=state, include_mtp=True)
+        CacheLayout(cfg, kv, index, hca_state=state, include_drafts=True)
         for cfg in (*MODELS.values(), DSV4Config.tiny())
         for kv in KV_FORMATS
         for index in INDEX_FORMATS
@@ -171,7 +171,7 @@ def test_predicted_bytes_are_allocated_bytes(
     cfg = DSV4Config.tiny(layer_types=tuple(kinds), hca_ratio=ratio, num_mtp_layers=mtp)
     lcm = math.lcm(*[{CSA: 4, HCA: ratio}[k] for k in kinds if k is not SWA])
     layout = CacheLayout(
-        cfg, kv, index, lcm * multiple, draft, hca_state="raw" if raw else "online", include_mtp=bool(mtp)
+        cfg, kv, index, lcm * multiple, draft, hca_state="raw" if raw else "online", include_drafts=bool(mtp)
     )
     size = CacheSize(blocks, slots, columns, snapshots)
     # Shapes only: each new shape would be a compile. `test_allocation` allocates.
@@ -235,7 +235,7 @@ def test_layers_add_up_to_the_leaves(kinds, kv, index, ratios, multiple, draft, 
     cfg = DSV4Config.tiny(layer_types=tuple(kinds), csa_ratio=ratios[0], hca_ratio=ratios[1], num_mtp_layers=mtp)
     lcm = math.lcm(*[cfg.ratio(kind) for kind in kinds if kind is not SWA])
     tokens = lcm * multiple or None
-    layout = CacheLayout(cfg, kv, index, tokens, draft, hca_state=state, include_mtp=bool(mtp))
+    layout = CacheLayout(cfg, kv, index, tokens, draft, hca_state=state, include_drafts=bool(mtp))
     assert layout.block_tokens % lcm == 0 and (tokens or layout.block_tokens - lcm < 128 <= layout.block_tokens)
     choices = dict(block_tokens=tokens, draft_tokens=draft, hca_state=state)
     assert layout.schemas == tuple(build_schema(cfg, spec, **choices) for spec in layout.schedule)
@@ -279,7 +279,9 @@ def test_a_ratio_that_no_layer_has_counts_for_nothing() -> None:
 
 def test_a_schema_is_of_a_layer_of_the_model() -> None:
     cfg = DSV4Config.tiny(num_mtp_layers=1)
-    assert build_schema(cfg, build_schedule(cfg, include_mtp=True)[4]) == CacheLayout(cfg, include_mtp=True).schema(4)
+    assert build_schema(cfg, build_schedule(cfg, include_drafts=True)[4]) == CacheLayout(
+        cfg, include_drafts=True
+    ).schema(4)
     for layer in (LayerSpec(5, SWA), LayerSpec(-1, CSA), LayerSpec(0, CSA)):
         with pytest.raises(LayoutError, match=f"layer {layer.layer_idx} of kind {layer.attn.name} is none of"):
             build_schema(cfg, layer)
@@ -309,7 +311,7 @@ def test_stored_records_of_earlier_versions_stay_readable() -> None:
     layouts = {
         "8ec0cd2ea9b022cd": CacheLayout(flash),
         "fb93dcc9ccb114b0": CacheLayout(DSV4Config.pro()),
-        "3d417128133079ab": CacheLayout(flash, "bf16", "bf16", 256, 3, hca_state="raw", include_mtp=True),
+        "3d417128133079ab": CacheLayout(flash, "bf16", "bf16", 256, 3, hca_state="raw", include_drafts=True),
         "65b8d4a9cfc8f950": CacheLayout(tiny(layer_types=(CSA,), hca_ratio=96)),
         "767be243cbdbb166": CacheLayout(tiny(layer_types=(SWA,)), draft_tokens=2),
         "21c3a62c9fd32027": CacheLayout(tiny(), "f32", "f32"),
@@ -343,7 +345,7 @@ def test_records_are_shared_by_layouts_that_differ_in_nothing_they_hold(kv_forma
     layout, make = CacheLayout(flash, kv_format), functools.partial(CacheLayout, flash, kv_format)
     for other, blocks, snapshots in (
         (make(draft_tokens=3), True, True),
-        (make(include_mtp=True), True, False),
+        (make(include_drafts=True), True, False),
         (make(block_tokens=256), False, True),
         (make(index_format="fp8"), False, True),
         (make(hca_state="raw"), False, False),

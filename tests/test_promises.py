@@ -104,9 +104,9 @@ def test_formats_of_odd_types(name) -> None:
 
 @pytest.mark.parametrize("flag", [None, 1, "no"], ids=repr)
 def test_whether_mtp_layers_are_included_is_a_bool(flag) -> None:
-    assert CacheLayout(DSV4Config.tiny(), include_mtp=np.True_).include_mtp is True
-    with pytest.raises(LayoutError, match="include_mtp must be True or False"):
-        CacheLayout(DSV4Config.tiny(), include_mtp=flag)
+    assert CacheLayout(DSV4Config.tiny(), include_drafts=np.True_).include_drafts is True
+    with pytest.raises(LayoutError, match="include_drafts must be True or False"):
+        CacheLayout(DSV4Config.tiny(), include_drafts=flag)
 
 
 # The manager

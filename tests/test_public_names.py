@@ -180,6 +180,17 @@ def test_former_names_answer_for_one_release() -> None:
         assert policy.order is policy.eviction is LRU
 
 
+def test_former_keywords_answer_for_one_release() -> None:
+    cfg = dsv4_jax.DSV4Config.tiny()
+    calls = {
+        ("include_mtp", "include_drafts"): lambda **how: dsv4_jax.CacheLayout(cfg, **how).include_drafts,
+        ("mtp", "drafts"): lambda **how: "mtp" in dsv4_jax.model.param_specs(cfg, **how),
+    }
+    for (former, now), call in calls.items():
+        with pytest.warns(DeprecationWarning, match=f"{former}=.* is {now}= now"):
+            assert call(**{former: True}) == call(**{now: True}) != call()
+
+
 def test_nothing_here_uses_a_former_name() -> None:
     """Read, not run: they warn, and what warns may lie on a path that no test goes."""
     former = {room.__name__: set(room._FORMER) for room in FORMER_ROOMS}

@@ -93,7 +93,7 @@ def test_production_widths() -> None:
 
 EDGES = {
     "window of one, only HCA": (dict(layer_types=(HCA,), hca_ratio=8, sliding_window=1), {}),
-    "only SWA": (dict(layer_types=(SWA, SWA), num_mtp_layers=1), dict(include_mtp=True)),
+    "only SWA": (dict(layer_types=(SWA, SWA), num_mtp_layers=1), dict(include_drafts=True)),
     "only CSA, large blocks": (dict(layer_types=(CSA,)), dict(block_tokens=256)),
     "odd widths, small blocks": (
         dict(head_dim=48, rope_dim=2, index_head_dim=32, sliding_window=7, hca_ratio=6),

@@ -61,7 +61,7 @@ def trainer(example: ModuleType):
 @pytest.mark.slow
 def test_losses_and_gradients_are_those_of_the_uncached_model(example: ModuleType, model: ModuleType, trainer) -> None:
     cfg, tokens = trainer.cfg, jnp.asarray(RNG.integers(0, 258, (1, 66)), jnp.int32)
-    params = init_params(cfg, 3, mtp=True)
+    params = init_params(cfg, 3, drafts=True)
     trained = {jax.tree_util.keystr(keys): x for keys, x in jax.tree_util.tree_leaves_with_path(params)}
     trained = {name: x for name, x in trained.items() if jnp.issubdtype(x.dtype, jnp.floating)}
 
@@ -126,7 +126,7 @@ def test_a_step_trains_all_but_the_hash_tables(example: ModuleType, trainer) -> 
     assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
     assert found.counts.shape == state.biases.shape == (2, trainer.cfg.n_routed_experts)
     count = sum(x.size for x in state.stacks.values()) + state.biases.size
-    specs = dsv4.model.param_specs(trainer.cfg, mtp=True)
+    specs = dsv4.model.param_specs(trainer.cfg, drafts=True)
     assert count == sum(x.size for x in jax.tree.leaves(specs) if x.dtype != jnp.int32)
 
 
@@ -134,7 +134,7 @@ def test_a_checkpoint_is_what_was_trained_with(example: ModuleType, model: Modul
     state = trainer.begin()
     biases = jnp.asarray(RNG.normal(size=state.biases.shape), jnp.float32)
     example.export(trainer, state.stacks, biases, tmp_path)
-    cfg, params = load_hf(tmp_path, weights=jnp.float32, mtp=True)
+    cfg, params = load_hf(tmp_path, weights=jnp.float32, drafts=True)
     assert cfg == trainer.cfg
     begun = trainer.begin(tmp_path)  # a run that goes on from it
     np.testing.assert_array_equal(begun.biases, biases)
@@ -147,9 +147,9 @@ def test_a_checkpoint_is_what_was_trained_with(example: ModuleType, model: Modul
 
 def test_the_small_model_has_its_size(model: ModuleType) -> None:
     cfg, plain = model.small_config(), model.plain_specs(model.PlainConfig())
-    specs = dsv4.model.param_specs(cfg, mtp=True)
+    specs = dsv4.model.param_specs(cfg, drafts=True)
     count, of_plain = (sum(x.size for x in jax.tree.leaves(tree) if x.dtype != jnp.int32) for tree in (specs, plain))
-    assert 22e6 < count < 24e6 and dsv4.model.weight_bytes(cfg, mtp=True) < 23.5e6
+    assert 22e6 < count < 24e6 and dsv4.model.weight_bytes(cfg, drafts=True) < 23.5e6
     assert abs(of_plain / count - 1) < 0.03
 
 

@@ -53,7 +53,7 @@ def measure_acceptance(
     Raises:
         CacheError: a layout, or drafts, that the model cannot have.
     """
-    layout = CacheLayout(cfg, kv_format, index_format, draft_tokens=drafts, include_mtp=True)
+    layout = CacheLayout(cfg, kv_format, index_format, draft_tokens=drafts, include_drafts=True)
     size = capacity(layout, max_requests=feeding.requests, max_context=feeding.context + drafts).size
     manager, cache = KVCacheManager(layout, size), init_cache(layout, size)
     prefill = manager.pinned_shape(feeding.requests, feeding.chunk, history=True)

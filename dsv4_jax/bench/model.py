@@ -95,7 +95,7 @@ def bytes_needed(options: StepOptions) -> int:
     cfg = model_config(options)
     layout, size = cache_shape(cfg, options)
     return (
-        device_bytes(cfg, split=options.split, mtp=options.drafts > 0)
+        device_bytes(cfg, split=options.split, drafts=options.drafts > 0)
         + layout.total_bytes(size)
         + (_SPARE_BYTES + _TOKEN_BYTES * options.batch * (options.chunk - 1) if options.model != "tiny" else 0)
     )
@@ -156,7 +156,7 @@ def _measured(
         devices=split.devices,
         tensor=split.tensor,
         drafts=options.drafts or None,
-        weights_gb=device_bytes(cfg, split=split, mtp=options.drafts > 0) / 1e9,
+        weights_gb=device_bytes(cfg, split=split, drafts=options.drafts > 0) / 1e9,
         cache_gb=layout.total_bytes(size) / 1e9,
         cache_in_place=report.pop("aliased") == layout.total_bytes(size),
         launches=launches(compiled.as_text() or ""),

@@ -159,7 +159,7 @@ def set_up(options: StepOptions) -> StepSetup:
 def cache_shape(cfg: DSV4Config, options: StepOptions) -> tuple[CacheLayout, CacheSize]:
     """Returns layout and size of a data shard's cache that holds every request's context, and no more."""
     mtp = options.drafts > 0
-    layout = CacheLayout(cfg, key_split=options.key_split, draft_tokens=options.drafts, include_mtp=mtp)
+    layout = CacheLayout(cfg, key_split=options.key_split, draft_tokens=options.drafts, include_drafts=mtp)
     columns, batch = layout.blocks_for(options.context), options.batch // options.split.data
     return layout, CacheSize(batch * columns, batch, columns)
 

@@ -256,7 +256,7 @@ def _whole_steps(
         if options.split != split:
             split, params, mesh, cfg = options.split, None, model.mesh_of(options), model.model_config(options)
             mtp = options.drafts > 0
-            params = init_params(cfg, 0, "released", packed=True, mtp=mtp, mesh=mesh, progress=show)
+            params = init_params(cfg, 0, "released", packed=True, drafts=mtp, mesh=mesh, progress=show)
         yield "models", report(options, lambda: model.measure_model(options, params, top))  # noqa: B023
 
 

@@ -71,7 +71,7 @@ def measured(args: argparse.Namespace, quick: bool) -> Iterator[tuple[str, dict[
         cfg = DSV4Config.from_hf(args.checkpoint)
     forms = [form for form in FORMS if form in (args.weights or FORMS)]
     for form in forms:
-        check(args.checkpoint, cfg, form, mtp=bool(args.drafts))
+        check(args.checkpoint, cfg, form, drafts=bool(args.drafts))
     implementations = args.implementations or [None]
     for name in ("batch", "context"):
         if len(getattr(args, name) or ()) > 1:
@@ -101,7 +101,7 @@ def measured(args: argparse.Namespace, quick: bool) -> Iterator[tuple[str, dict[
                     yield "quality", row
                     progress.advance()
                 if args.drafts:
-                    _, params = load(args.checkpoint, forms[-1], mtp=True)
+                    _, params = load(args.checkpoint, forms[-1], drafts=True)
                     for temperature in _TEMPERATURES:
                         progress.update(f"drafts at temperature {temperature:g}")
                         found = measure_acceptance(cfg, params, feeding, args.drafts, temperature, implementation=name)

@@ -9,14 +9,13 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from ..capacity import device_limit
 from ..chat import Chat, ChatPrompt, Parser
 from ..config import DSV4Config
 from ..errors import CacheError, OptionError, RequestError
 from ..hf_config import read_hf
 from .answers import write_text
 from .engine import DeviceMemory
-from .models import add_drafts, add_weights, check, check_drafts, default_form, load, weight_bytes
+from .models import add_drafts, add_weights, check, check_drafts, form_of, load, weight_bytes
 from .options import (
     add_command,
     add_implementation,
@@ -109,18 +108,18 @@ def _engine(args: argparse.Namespace, hf: Any, cfg: DSV4Config, opened: contextl
     mtp = args.draft_tokens > 0
     if mtp:
         check_drafts(cfg, args.draft_tokens)
-    layout = layout_from(args, cfg, include_mtp=mtp)
+    layout = layout_from(args, cfg, include_drafts=mtp)
     start_jax()
     check_implementation(args.implementation)
     check_devices(args.devices)
     tensor = devices_sharing_heads(args.devices, args.devices, 1)
-    form = args.weights or default_form(hf, cfg, device_limit(), args.devices, tensor, mtp=mtp)
-    check(args.checkpoint, cfg, form, mtp=mtp)
-    free = DeviceMemory.beside(weight_bytes(cfg, form, args.devices, tensor, mtp=mtp)).free
+    form = form_of(args, hf, cfg, tensor, drafts=mtp)
+    check(args.checkpoint, cfg, form, drafts=mtp)
+    free = DeviceMemory.beside(weight_bytes(cfg, form, args.devices, tensor, drafts=mtp)).free
     on_cpu = importlib.import_module("jax").default_backend() == "cpu"
     memory = args.cache_memory or (min(free, _CPU_MEMORY) if on_cpu else free)
     mesh = Split(1, tensor).mesh() if args.devices > 1 else None
-    _, params = load(args.checkpoint, form, mtp=mtp, mesh=mesh)
+    _, params = load(args.checkpoint, form, drafts=mtp, mesh=mesh)
     exchanges = opened.enter_context(open_exchanges(mesh))
     with naming(fields={"max_context": "--max-context", "hbm_bytes": "--cache-memory", "chunk_tokens": "--chunk"}):
         engine = opened.enter_context(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import time
 from typing import Any
 
@@ -21,6 +20,7 @@ from .models import (
     check,
     check_drafts,
     devices_that_hold,
+    form_of,
     load,
     weight_bytes,
 )
@@ -96,7 +96,6 @@ def run(args: argparse.Namespace) -> int:
     from ..engine import Limits
     from ..engine import Prompt as Asked
     from ..engine.build import build
-    from ..model.weights.placement import default_form
     from ..ops.exchange_buffers import open_exchanges
 
     refuse_same({"--prompt-file": args.prompt_file, "--json": args.json})
@@ -105,18 +104,17 @@ def run(args: argparse.Namespace) -> int:
         hf = read_hf(args.checkpoint)
         cfg = DSV4Config.from_hf(hf)
     prompts, tokenizer = _prompts(args, cfg)
-    layout = layout_from(args, cfg, include_mtp=mtp)
+    layout = layout_from(args, cfg, include_drafts=mtp)
     start_jax()
     check_implementation(args.implementation)
     side_by_side = min(args.max_batch, len(prompts))
     tensor = devices_sharing_heads(args.tensor, args.devices, side_by_side)
-    wide = functools.partial(weight_bytes, cfg, "bfloat16", args.devices, tensor, mtp=mtp)
-    form = args.weights or default_form(hf, device_limit(), wide)
+    form = form_of(args, hf, cfg, tensor, drafts=mtp)
     if args.pool and tensor == 1:
         raise OptionError("--pool: blocks are shared by devices that share the heads, give --devices and --tensor")
     shards = max(1, args.devices // tensor)
     options = _options(args, cfg, prompts, shards)
-    check(args.checkpoint, cfg, form, mtp=mtp)
+    check(args.checkpoint, cfg, form, drafts=mtp)
     memory = _memory(args, cfg, form, tensor)
     keeps = args.prefix_caching
     if keeps is None:
@@ -136,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
 
     began = time.perf_counter()
     mesh = _mesh(shards, tensor)
-    cfg, params = load(args.checkpoint, form, mtp=mtp, mesh=mesh)
+    cfg, params = load(args.checkpoint, form, drafts=mtp, mesh=mesh)
     loaded = time.perf_counter()
     answers = [Answer(prompt, tokenizer, args.stop, args.max_new_tokens) for prompt in prompts]
     with open_exchanges(mesh) as exchanges, open_stores(args.store, layout) as stores:
@@ -221,11 +219,11 @@ def _memory(args: argparse.Namespace, cfg: DSV4Config, form: str, tensor: int) -
             not so many devices.
     """
     mtp = args.draft_tokens > 0
-    weights = weight_bytes(cfg, form, args.devices, tensor, mtp=mtp)
+    weights = weight_bytes(cfg, form, args.devices, tensor, drafts=mtp)
     check_devices(args.devices)
     memory = DeviceMemory(device_limit(), weights)
     if weights >= memory.total:
-        more = devices_that_hold(cfg, form, memory.total, more_than=args.devices, mtp=mtp)
+        more = devices_that_hold(cfg, form, memory.total, more_than=args.devices, drafts=mtp)
         raise OptionError(
             f"--weights: {form} weights take {human(weights)}, jax has {human(memory.total)} of the device "
             f"(XLA_PYTHON_CLIENT_MEM_FRACTION is its share){more}"

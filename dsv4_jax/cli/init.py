@@ -96,7 +96,7 @@ def _write(cfg: DSV4Config, folder: pathlib.Path, seed: int, weights: str) -> No
 
     with Progress("KiB of weights") as progress:
         form = weights if weights == "released" else jnp.dtype(weights)
-        params = init_params(cfg, seed, form, mtp=True, progress=report)
+        params = init_params(cfg, seed, form, drafts=True, progress=report)
         if weights == "released":
             params = jax.tree_util.tree_map_with_path(published, params, is_leaf=is_leaf)
         save_hf(cfg, params, folder)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import pathlib
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
+from ..capacity import device_limit
 from ..config import DSV4Config
 from ..errors import OptionError
 from .options import naming, option
@@ -22,6 +25,7 @@ __all__ = [
     "check",
     "check_drafts",
     "devices_that_hold",
+    "form_of",
     "load",
     "model_config",
     "model_file",
@@ -82,7 +86,15 @@ def check_drafts(cfg: DSV4Config, drafts: int) -> None:
         raise OptionError(f"--drafts: {of} guesses at most {most} tokens, got {drafts}")
 
 
-def check(checkpoint: pathlib.Path, cfg: DSV4Config, weights: str, *, mtp: bool = False) -> None:
+def form_of(args: argparse.Namespace, hf: Mapping[str, Any], cfg: DSV4Config, tensor: int, *, drafts: bool) -> str:
+    """The form of a checkpoint's weights: `--weights`, or what its devices compute with best. Raises `OptionError`."""
+    from ..model.weights.placement import default_form
+
+    wide = partial(weight_bytes, cfg, "bfloat16", args.devices, tensor, drafts=drafts)
+    return args.weights or default_form(hf, device_limit(), wide)
+
+
+def check(checkpoint: pathlib.Path, cfg: DSV4Config, weights: str, *, drafts: bool = False) -> None:
     """Refuses a checkpoint of a kind that `load` could not run in this form, by the names and dtypes of its tensors.
 
     Raises:
@@ -91,16 +103,16 @@ def check(checkpoint: pathlib.Path, cfg: DSV4Config, weights: str, *, mtp: bool 
     from ..model.weights.sources import Source, open_tensors
 
     with naming("--checkpoint"):
-        Source(open_tensors(checkpoint), cfg, mtp=mtp, released=weights == "released")
+        Source(open_tensors(checkpoint), cfg, drafts=drafts, released=weights == "released")
 
 
 def load(
-    checkpoint: pathlib.Path, weights: str = "float32", *, mtp: bool = False, mesh: Any = None
+    checkpoint: pathlib.Path, weights: str = "float32", *, drafts: bool = False, mesh: Any = None
 ) -> tuple[DSV4Config, Any]:
     """Loads a checkpoint's config and parameters, those in released formats packed as they are decoded with.
 
     Args:
-        mtp: with the MTP layer.
+        drafts: with the layers that draft.
         mesh: the devices over which they are split; None: one.
     """
     from ..model import load_hf
@@ -109,11 +121,13 @@ def load(
         progress.update(done=done >> 20, total=total >> 20)
 
     with naming("--checkpoint"), Progress("MiB of weights") as progress:
-        return load_hf(checkpoint, weights=weights, packed=weights == "released", mtp=mtp, mesh=mesh, progress=report)
+        return load_hf(
+            checkpoint, weights=weights, packed=weights == "released", drafts=drafts, mesh=mesh, progress=report
+        )
 
 
-def weight_bytes(cfg: DSV4Config, weights: str, devices: int = 1, tensor: int = 1, *, mtp: bool = False) -> int:
-    """Returns bytes of a model's weights on each of its devices, with `mtp` those of the MTP layer too.
+def weight_bytes(cfg: DSV4Config, weights: str, devices: int = 1, tensor: int = 1, *, drafts: bool = False) -> int:
+    """Returns bytes of a model's weights on each of its devices, with `drafts` those of layers that draft too.
 
     Raises:
         OptionError: the model, or the devices, cannot be split so.
@@ -123,10 +137,10 @@ def weight_bytes(cfg: DSV4Config, weights: str, devices: int = 1, tensor: int = 
     if devices % tensor:
         raise OptionError(f"--tensor: {devices} devices do not divide by {tensor}")
     with naming("--devices, --tensor" if devices > 1 else "--weights"):
-        return device_bytes(cfg, weights, Split(devices // tensor, tensor), mtp=mtp)
+        return device_bytes(cfg, weights, Split(devices // tensor, tensor), drafts=drafts)
 
 
-def devices_that_hold(cfg: DSV4Config, weights: str, each: int, *, more_than: int, mtp: bool = False) -> str:
+def devices_that_hold(cfg: DSV4Config, weights: str, each: int, *, more_than: int, drafts: bool = False) -> str:
     """What to do where weights do not fit: how many devices of `each` bytes would hold them, as the end of an error.
 
     Args:
@@ -136,7 +150,7 @@ def devices_that_hold(cfg: DSV4Config, weights: str, each: int, *, more_than: in
     for devices in (2, 4, 8):
         if devices > more_than:
             try:
-                if weight_bytes(cfg, weights, devices, mtp=mtp) < each:
+                if weight_bytes(cfg, weights, devices, drafts=drafts) < each:
                     return f"; --devices {devices} would hold them"
             except OptionError:  # the model does not divide by so many
                 break

@@ -86,10 +86,10 @@ def run(args: argparse.Namespace) -> int:
         if not cfg.num_draft_layers:
             raise OptionError("--drafts: the model has no layers that draft")
         args.draft_tokens = args.drafts
-    layout = layout_from(args, cfg, include_mtp=mtp)
-    weights = weight_bytes(cfg, args.weights, args.devices, args.tensor, mtp=mtp) if args.weights else 0
+    layout = layout_from(args, cfg, include_drafts=mtp)
+    weights = weight_bytes(cfg, args.weights, args.devices, args.tensor, drafts=mtp) if args.weights else 0
     if args.hbm is not None and weights >= args.hbm:
-        fewest = devices_that_hold(cfg, args.weights, args.hbm, more_than=args.devices, mtp=mtp)
+        fewest = devices_that_hold(cfg, args.weights, args.hbm, more_than=args.devices, drafts=mtp)
         raise OptionError(f"--hbm: {human(args.hbm)} are too few: weights take {human(weights)}{fewest}")
     shards = args.devices // args.tensor
     requests = None if args.requests is None else -(-args.requests // shards)

@@ -17,7 +17,7 @@ from ..errors import FileError, ImplementationError, OptionError
 from ..hf_config import read_hf
 from ..text import stop_tokens_of
 from .engine import open_stores, weights_name
-from .models import add_drafts, add_weights, check, check_drafts, default_form, load, weight_bytes
+from .models import add_drafts, add_weights, check, check_drafts, form_of, load, weight_bytes
 from .options import (
     add_command,
     add_implementation,
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
         cfg = DSV4Config.from_hf(hf)
         end_tokens = stop_tokens_of(args.checkpoint)
     check_drafts(cfg, args.draft_tokens)
-    layout_from(args, cfg, include_mtp=mtp)
+    layout_from(args, cfg, include_drafts=mtp)
     if args.store is not None and not args.host_memory:
         raise OptionError("--store: what is kept goes there from --host-memory")
     keys = {} if args.api_keys is None else _keys(args.api_keys)
@@ -191,14 +191,14 @@ def _engine(
     check_implementation(args.implementation)
     check_devices(args.devices)
     tensor = devices_sharing_heads(args.tensor or args.devices, args.devices, 1)
-    form = args.weights or default_form(hf, cfg, device_limit(), args.devices, tensor, mtp=mtp)
-    check(args.checkpoint, cfg, form, mtp=mtp)
+    form = form_of(args, hf, cfg, tensor, drafts=mtp)
+    check(args.checkpoint, cfg, form, drafts=mtp)
     shards = max(1, args.devices // tensor)
-    weights = weight_bytes(cfg, form, args.devices, tensor, mtp=mtp)
+    weights = weight_bytes(cfg, form, args.devices, tensor, drafts=mtp)
     memory = args.cache_memory or _memory(weights)
     mesh = Split(shards, tensor).mesh() if args.devices > 1 else None
-    layout = layout_from(args, cfg, include_mtp=mtp)
-    _, params = load(args.checkpoint, form, mtp=mtp, mesh=mesh)
+    layout = layout_from(args, cfg, include_drafts=mtp)
+    _, params = load(args.checkpoint, form, drafts=mtp, mesh=mesh)
     weights_id = weights_name(args.checkpoint, form)
     exchanges = opened.enter_context(open_exchanges(mesh))
     stores = opened.enter_context(open_stores(args.store, layout))
@@ -232,7 +232,7 @@ def _engine(
     def update(checkpoint: str, name: str) -> None:
         from ..model import load_hf
 
-        other = load_hf(checkpoint, weights=form, packed=form == "released", mtp=mtp, mesh=mesh)[1]
+        other = load_hf(checkpoint, weights=form, packed=form == "released", drafts=mtp, mesh=mesh)[1]
         engine.update_weights(other, name)
 
     first = engine.managers[0]

@@ -169,7 +169,7 @@ def load(
     hf = read_hf(pathlib.Path(checkpoint))
     cfg, sizes = DSV4Config.from_hf(hf), {} if mesh is None else mesh.shape
     split = Split(sizes.get(DATA, 1), sizes.get(TENSOR, 1))
-    wide = functools.partial(device_bytes, cfg, "bfloat16", split, mtp=drafts > 0)
+    wide = functools.partial(device_bytes, cfg, "bfloat16", split, drafts=drafts > 0)
     form = default_form(hf, device_limit(), wide) if weights is None else weights
     layout = CacheLayout(
         cfg,
@@ -177,12 +177,12 @@ def load(
         index_format,
         block_tokens=block_tokens,
         draft_tokens=drafts,
-        include_mtp=drafts > 0,
+        include_drafts=drafts > 0,
     )
     if isinstance(memory, float) and not 0 < memory <= 1:
         raise CapacityError(f"memory: a share of the device is above 0 and at most 1, got {shown(memory)}")
     _, params = load_hf(
-        checkpoint, weights=form, packed=form == "released", mtp=drafts > 0, mesh=mesh, progress=progress
+        checkpoint, weights=form, packed=form == "released", drafts=drafts > 0, mesh=mesh, progress=progress
     )
     if isinstance(memory, float):
         held = sum(_own_bytes(leaf) for leaf in jax.tree.leaves(params))

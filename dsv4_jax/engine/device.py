@@ -338,11 +338,11 @@ def check_drafts(params: Params, cache: KVCache, drafts: int) -> None:
     layout, spark = cache.layout, cache.layout.cfg.dspark
     if not has_mtp(params):
         what = "MTP layer" if spark is None else "DSpark stages"
-        raise PlanError(f"drafts={drafts}: the parameters have no {what}, load them with mtp=True")
+        raise PlanError(f"drafts={drafts}: the parameters have no {what}, load them with drafts=True")
     if spark is not None and drafts > spark.block_size:
         raise PlanError(f"drafts={drafts}: a block of the model's DSpark stages has {spark.block_size}")
-    if not layout.include_mtp or layout.draft_tokens < drafts:
-        has = f"include_mtp={layout.include_mtp} and draft_tokens={layout.draft_tokens}"
+    if not layout.include_drafts or layout.draft_tokens < drafts:
+        has = f"include_drafts={layout.include_drafts} and draft_tokens={layout.draft_tokens}"
         raise PlanError(f"drafts={drafts}: the layout has {has}")
 
 

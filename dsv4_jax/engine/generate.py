@@ -88,7 +88,7 @@ def generate(
         decode_steps: K of `decode_loop` or `draft_loop`. Requests take the blocks of up to K * (1 + drafts) - 1 tokens
             more than they keep; where the context limit forbids that, single steps run.
         drafts: the most drafts of a request in one step; needs parameters with the layers that draft, a layout
-            with `include_mtp` and at least so many `draft_tokens`.
+            with `include_drafts` and at least so many `draft_tokens`.
         exchanges: of the mesh's axes, for exchanges in the project's own CUDA; checked after every call.
         on_step: called after every call of the device with what it brought, on the host. The prompts whose indices it
             returns end there, those that still wait for a slot, too.

@@ -183,5 +183,5 @@ def load_weights(engine: Engine, path: str, name: str, drafts: bool) -> None:
     from ..model.weights.loading import load_hf
 
     form = "released" if read_hf(pathlib.Path(path)).get("quantization_config") else "float32"
-    _, params = load_hf(path, weights=form, packed=form == "released", mtp=drafts)
+    _, params = load_hf(path, weights=form, packed=form == "released", drafts=drafts)
     engine.update_weights(params, name, donate=True)

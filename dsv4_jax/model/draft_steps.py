@@ -58,7 +58,7 @@ def draft_step(
 
     Args:
         params: with the layers that draft.
-        cache: of a layout with `include_mtp`, and with `draft_tokens` of at least `width`.
+        cache: of a layout with `include_drafts`, and with `draft_tokens` of at least `width`.
         plan: a sequence with d > 0 drafts has 1 + d tokens in it.
         tokens: [T] int32; anything where drafts go.
         drafts: [B] int32, d of each sequence, 0 to `width`; 0: its tokens are known, such as a chunk of a prompt.

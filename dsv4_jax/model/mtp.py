@@ -44,8 +44,8 @@ def mtp_forward(
     (DeepSeek-V4, arXiv 2606.19348, section 2.1, which refers to DeepSeek-V3, arXiv 2412.19437, section 2.2.)
 
     Args:
-        params: with the MTP layer (`load_hf(mtp=True)`).
-        cache: of a layout with `include_mtp`.
+        params: with the MTP layer (`load_hf(drafts=True)`).
+        cache: of a layout with `include_drafts`.
 
     Returns:
         (logits, the MTP layer's logits, both [T, vocab] float32, the cache). Both rows of a token are about the token
@@ -68,9 +68,9 @@ def check_mtp(params: Params, cache: KVCache) -> None:
     """Raises `ShapeError` unless both have the layers that draft."""
     what = "MTP layer" if cache.layout.cfg.dspark is None else "DSpark stages"
     if not has_mtp(params):
-        raise ShapeError(f"the parameters have no {what}: they were made without mtp=True")
-    if not cache.layout.include_mtp:
-        raise ShapeError(f"the cache has no {what}: its layout was made without include_mtp=True")
+        raise ShapeError(f"the parameters have no {what}: they were made without drafts=True")
+    if not cache.layout.include_drafts:
+        raise ShapeError(f"the cache has no {what}: its layout was made without include_drafts=True")
 
 
 def follow(

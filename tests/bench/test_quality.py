@@ -35,7 +35,7 @@ def compiled_in_a_moment():
 
 @pytest.fixture(scope="module")
 def params():
-    return init_params(CFG, 2, mtp=True)
+    return init_params(CFG, 2, drafts=True)
 
 
 def test_what_is_measured_is_the_models(params) -> None:

@@ -48,10 +48,10 @@ def without_weights(monkeypatch):
     both).
     """
 
-    def zeros(cfg, seed, weights, *, packed, mtp, mesh, progress):
+    def zeros(cfg, seed, weights, *, packed, drafts, mesh, progress):
         assert (seed, weights, packed, mesh) == (0, "released", True, None)
         progress(0, 1)
-        return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), device_specs(cfg, split=ALONE, mtp=mtp))
+        return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), device_specs(cfg, split=ALONE, drafts=drafts))
 
     def every_expert(params, cache, plan, tokens, *, implementation):
         cfg = cache.layout.cfg
@@ -232,7 +232,7 @@ def test_quality(capsys, tmp_path, monkeypatch):
 
     monkeypatch.setattr("dsv4_jax.bench.quality.measure_quality", rows)
     monkeypatch.setattr("dsv4_jax.bench.acceptance.measure_acceptance", drafts)
-    monkeypatch.setattr("dsv4_jax.cli.bench_quality.load", lambda path, form, mtp: (None, mtp and "with MTP"))
+    monkeypatch.setattr("dsv4_jax.cli.bench_quality.load", lambda path, form, drafts: (None, drafts and "with MTP"))
     text, file, drawn = tmp_path / "text.npy", tmp_path / "quality.json", tmp_path / "quality.svg"
     np.save(text, np.arange(500, dtype=np.uint16))
     options = "--weights float32 --kv-format fp8 --index-format fp4 --key-split latency --context 128 --drafts 1"

@@ -80,7 +80,7 @@ def test_plan_with_drafts(capsys, tmp_path):
     _, room, whole = (report["bytes_by_pool"] for report in reports)
     assert whole["draft"] % 233_016 == 0 < whole["draft"] and "draft" not in room
     assert whole.keys() - room.keys() == {"draft"}
-    assert reports[2]["weight_bytes"] == model.device_bytes(cfg, mtp=True) > reports[1]["weight_bytes"]
+    assert reports[2]["weight_bytes"] == model.device_bytes(cfg, drafts=True) > reports[1]["weight_bytes"]
     refused(capsys, [*argv, "--drafts", "5", "--draft-tokens", "2"], "--draft-tokens: --drafts has room for its own")
     refused(capsys, ["plan", "--model", "tiny", *argv[3:7], "--drafts", "2"], "--drafts: the model has no layers that")
 

@@ -37,7 +37,7 @@ CFG = DSV4Config.tiny(layer_types=(AttentionType.CSA,), hc_sinkhorn_iters=1, voc
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> pathlib.Path:
     path = tmp_path_factory.mktemp("checkpoint")
-    model.save_hf(CFG, model.init_params(CFG, 1, mtp=True), path)
+    model.save_hf(CFG, model.init_params(CFG, 1, drafts=True), path)
     (path / "generation_config.json").write_text('{"eos_token_id": 1}')
     return path
 
@@ -219,10 +219,10 @@ def test_options_reach_the_model(checkpoint, script):
     assert main([*argv, "--drafts", "2", *drawing]) == 0
     assert asked.asked[0].sampling == model.Sampling(0.5, 7, 0.9)
     assert (asked.shapes.drafts, asked.options["implementation"]) == (2, "xla")
-    assert asked.layout.include_mtp and asked.layout.draft_tokens == 2 and "mtp" in asked.params
+    assert asked.layout.include_drafts and asked.layout.draft_tokens == 2 and "mtp" in asked.params
     assert main([*argv, "--decode-steps", "9", "--chunk", "7"]) == 0
     assert (asked.shapes.drafts, asked.shapes.steps, asked.shapes.mixed.tokens) == (0, 2, 7)
-    assert not asked.layout.include_mtp and asked.layout.draft_tokens == 0 and "mtp" not in asked.params
+    assert not asked.layout.include_drafts and asked.layout.draft_tokens == 0 and "mtp" not in asked.params
 
 
 @pytest.mark.slow

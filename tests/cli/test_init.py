@@ -25,7 +25,7 @@ def test_it_is_as_published_ones_are(tmp_path, capsys):
     assert DSV4Config.from_hf(path) == CFG and report["bytes"] < 12 << 20
     written, known = released.read(path), released.tensors(CFG)
     assert {n: (d, x.shape) for n, (d, x) in written.items()} == {n: (d, x.shape) for n, (d, x) in known.items()}
-    command_models.check(path, CFG, "released", mtp=True)
+    command_models.check(path, CFG, "released", drafts=True)
     assert stop_tokens_of(path) == [1] and CFG.vocab_size >= BYTE_TOKENS
     assert main(["plan", "--model", str(path), "--hbm", "1GiB", "--context", "8K", "--weights", "released"]) == 0
 

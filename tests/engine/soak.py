@@ -152,7 +152,7 @@ class _Lost:
 
 @functools.cache
 def params(weights: int) -> model.Params:
-    return model.init_params(CFG, seed=1 + weights, mtp=True)
+    return model.init_params(CFG, seed=1 + weights, drafts=True)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -271,7 +271,9 @@ class Users:
     def __init__(self, scene: Scene, requests: int, seed: int):
         self.scene, self.rng, self.left = scene, random.Random(f"{scene.name} {seed}"), requests
         rng = self.rng
-        layout = CacheLayout(CFG, "f32", "f32", block_tokens=8, draft_tokens=scene.drafts, include_mtp=scene.drafts > 0)
+        layout = CacheLayout(
+            CFG, "f32", "f32", block_tokens=8, draft_tokens=scene.drafts, include_drafts=scene.drafts > 0
+        )
         self.stores: list[AsyncStore] = []
         if scene.stores:
             sizes = block_record(layout).bytes, snapshot_record(layout).bytes

@@ -26,7 +26,7 @@ from .feeding import V4_WIDTHS, feed, text_tokens
 from .test_mtp import HCA, TEXT
 
 CFG = dataclasses.replace(test_mtp.CFG, layer_types=(HCA,))  # all kinds are in test_mtp
-LAYOUT = CacheLayout(CFG, "f32", "f32", block_tokens=8, draft_tokens=2, include_mtp=True)
+LAYOUT = CacheLayout(CFG, "f32", "f32", block_tokens=8, draft_tokens=2, include_drafts=True)
 SIZE = CacheSize(20, 2, 8, num_snapshots=12)
 POLICY = CachePolicy(snapshots=SnapshotPlacement(every=1))
 # More prompts than slots, one longer than a chunk, one of a single token, two equal ones.
@@ -56,7 +56,7 @@ def leaning(params: model.Params, strength: float) -> model.Params:
 
 @pytest.fixture(scope="module")
 def params() -> model.Params:
-    return model.init_params(CFG, seed=1, mtp=True)
+    return model.init_params(CFG, seed=1, drafts=True)
 
 
 def generate(params, prompts=PROMPTS, *, cache=None, manager=None, **options):
@@ -142,7 +142,7 @@ def test_draws_do_not_depend_on_company(params) -> None:
     ("options", "problem"),
     [
         (dict(drafts=-1), "drafts must be an integer of at least 0, got -1"),
-        (dict(drafts=3), "drafts=3: the layout has include_mtp=True and draft_tokens=2"),
+        (dict(drafts=3), "drafts=3: the layout has include_drafts=True and draft_tokens=2"),
         (dict(drafts=2, chunk_tokens=5), "number of slots 2, times 3 with drafts"),
         (dict(drafts=2, params={"mtp": ()}), "drafts=2: the parameters have no MTP layer"),
     ],
@@ -288,8 +288,8 @@ def check_greedy(cfg: DSV4Config, drafts: int) -> float:
 
     Returns the tokens of a step: with so small a vocabulary random guesses are right now and then.
     """
-    params = model.init_params(cfg, 2, "released", packed=True, mtp=True)
-    layout = CacheLayout(cfg, draft_tokens=drafts, include_mtp=True)
+    params = model.init_params(cfg, 2, "released", packed=True, drafts=True)
+    layout = CacheLayout(cfg, draft_tokens=drafts, include_drafts=True)
     prompts, new = [(text_tokens(length) % cfg.vocab_size).tolist() for length in (70, 3, 41, 1)], 40
     size, sizes = CacheSize(8, 4, 2), []
     drawn, _ = model.generate(

@@ -32,7 +32,7 @@ from .feeding import SMALL_WIDTHS
 SWA, CSA, HCA = AttentionType
 SPARK = DSparkHead(block_size=5, noise_token_id=31, target_layer_ids=(0, 2), markov_rank=8)
 CFG = DSV4Config.tiny(**SMALL_WIDTHS, layer_types=(SWA, CSA, HCA), max_position_embeddings=64, dspark=SPARK)
-LAYOUT = CacheLayout(CFG, "f32", "f32", block_tokens=8, draft_tokens=3, include_mtp=True)
+LAYOUT = CacheLayout(CFG, "f32", "f32", block_tokens=8, draft_tokens=3, include_drafts=True)
 TEXT = np.random.default_rng(0).integers(0, 32, 60).tolist()
 
 
@@ -81,11 +81,11 @@ def drafted(params, cache, plan, token, width=5):
 
 def check_against_the_twin(cfg: DSV4Config, kv_format: str, seeds: range, close: float) -> None:
     """Fed in chunks of any length; blocks behind one token, at the window's length, and after rings have wrapped."""
-    layout = CacheLayout(cfg, kv_format, "f32", block_tokens=8, draft_tokens=3, include_mtp=True)
+    layout = CacheLayout(cfg, kv_format, "f32", block_tokens=8, draft_tokens=3, include_drafts=True)
     rounds = kv_format == "fp8"  # which the backbone without a cache does not
     runner = StepRunner(heard_of if rounds else fed, None, layout)
     for seed in seeds:
-        params = runner.params = model.init_params(cfg, seed, mtp=True)
+        params = runner.params = model.init_params(cfg, seed, drafts=True)
         twin, rng = Twin(cfg, params, drafts=3, rounds=rounds), np.random.default_rng(seed)
         heard = np.asarray(heard_uncached(cfg, params, np.array(TEXT)), np.float64)
         manager, cache = KVCacheManager(layout, runner.size), runner.empty_cache()
@@ -129,7 +129,7 @@ def test_blocks_are_those_of_the_definition_as_rows_are_stored() -> None:
 
 def test_what_a_manager_does_changes_no_bit() -> None:
     """Hits on device and host, forks that go on otherwise, preemption, rejected drafts: as lone, cold runs."""
-    runner = StepRunner(fed, model.init_params(CFG, 1, mtp=True), LAYOUT, checked=True)
+    runner = StepRunner(fed, model.init_params(CFG, 1, drafts=True), LAYOUT, checked=True)
     mixes = Mixes(runner)
     for seed in range(2):
         mixes.run(seed)
@@ -141,7 +141,7 @@ def test_what_a_manager_does_changes_no_bit() -> None:
 # Steps that draft.
 
 ONE = dataclasses.replace(CFG, layer_types=(HCA,), dspark=DSparkHead(5, 31, (0,), 32))
-OF_ONE = CacheLayout(ONE, "f32", "f32", block_tokens=8, draft_tokens=5, include_mtp=True)
+OF_ONE = CacheLayout(ONE, "f32", "f32", block_tokens=8, draft_tokens=5, include_drafts=True)
 SIZE = CacheSize(24, 2, 8, num_snapshots=12)
 PROMPTS, NEW = [TEXT[:19], TEXT[20:25], TEXT[:1], TEXT[20:25]], 21
 
@@ -166,7 +166,7 @@ def leaning(params: model.Params, strength: float) -> model.Params:
 
 @pytest.fixture(scope="module")
 def params() -> model.Params:
-    return model.init_params(ONE, seed=1, mtp=True)
+    return model.init_params(ONE, seed=1, drafts=True)
 
 
 def generate(params, drafts=0, **options):
@@ -324,7 +324,7 @@ def test_a_block_that_is_unsure_is_verified_in_part(params) -> None:
 
 
 def test_drafts_that_are_not_possible(params) -> None:
-    wide = CacheLayout(ONE, "f32", "f32", block_tokens=8, draft_tokens=6, include_mtp=True)
+    wide = CacheLayout(ONE, "f32", "f32", block_tokens=8, draft_tokens=6, include_drafts=True)
     size = CacheSize(2, 1, 1)
     manager, cache = KVCacheManager(wide, size), init_cache(wide, size)
     plan = manager.plan_step([])

@@ -42,7 +42,7 @@ WIDE = dataclasses.replace(
     n_routed_experts=16,
     o_lora_rank=128,
 )
-LAYOUT = CacheLayout(WIDE, include_mtp=True, draft_tokens=2)
+LAYOUT = CacheLayout(WIDE, include_drafts=True, draft_tokens=2)
 SIZE = CacheSize(4, 2, 2)
 REQUESTS, DRAFTS, STEPS = 2, 2, 2
 
@@ -111,7 +111,7 @@ def test_lowers(name: str) -> None:
     step, _, _, _, options = CASES[name]
     cache = jax.eval_shape(lambda: init_cache(LAYOUT, SIZE))
     call = jax.jit(functools.partial(step, **options), donate_argnums=1)
-    names = lowered(call, device_specs(WIDE, mtp=True), cache, name)
+    names = lowered(call, device_specs(WIDE, drafts=True), cache, name)
     tail = "dsv4_hyper_connection;dsv4_hyper_mixing;dsv4_dense_bf16;dsv4_route"
     assert chains(names, f"dsv4_attend(;dsv4_dense_fp8){{2}};{tail}") >= WIDE.num_layers
 
@@ -132,7 +132,7 @@ def test_lowers_over_devices(name: str) -> None:
             return dataclasses.replace(node, arrays=of_all(node.arrays, 4), axes=axes)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct((parts * x.shape[0], *x.shape[1:]), x.dtype), node)
 
-    params = device_specs(WIDE, split=Split(2, 2), mtp=True)
+    params = device_specs(WIDE, split=Split(2, 2), drafts=True)
     cache = of_all(jax.eval_shape(lambda: init_cache(LAYOUT, SIZE)), 2)
     peers = [Peers(i, (axis,), 2, 8 << 20, 4) for i, axis in enumerate(("data", "tensor"))]
     call = shard_step(step, mesh, peers=peers, out_axis=int("loop" in name), **options)

@@ -21,7 +21,7 @@ from .feeding import SMALL_WIDTHS
 
 SWA, CSA, HCA = AttentionType
 CFG = DSV4Config.tiny(**SMALL_WIDTHS, layer_types=(SWA, CSA, HCA), max_position_embeddings=64, num_mtp_layers=1)
-LAYOUT = CacheLayout(CFG, "f32", "f32", block_tokens=8, draft_tokens=2, include_mtp=True)
+LAYOUT = CacheLayout(CFG, "f32", "f32", block_tokens=8, draft_tokens=2, include_drafts=True)
 TEXT = np.random.default_rng(0).integers(0, 32, 60).tolist()
 
 
@@ -33,7 +33,7 @@ def guesses(params, cache, plan, tokens):
 
 @pytest.fixture(scope="module")
 def params() -> model.Params:
-    return model.init_params(CFG, seed=1, mtp=True)
+    return model.init_params(CFG, seed=1, drafts=True)
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ def test_without_an_mtp_layer(params) -> None:
         model.draft_step(params, init_cache(LAYOUT, size), *arguments, np.zeros(1, np.int32), 3)
     for count in (0, 2):
         with pytest.raises(ConfigError, match=f"num_mtp_layers.*one MTP layer, this one has {count}"):
-            model.param_specs(DSV4Config.tiny(num_mtp_layers=count), mtp=True)
+            model.param_specs(DSV4Config.tiny(num_mtp_layers=count), drafts=True)
     with pytest.raises(LayoutError, match="layer 0 is SWA: only MTP layers keep residuals"):
         init_cache(LAYOUT, size).begin(plan).layer(0).last_residual()
     handle = init_cache(LAYOUT, size).begin(plan).layer(3)
@@ -143,6 +143,6 @@ def test_without_an_mtp_layer(params) -> None:
 
 
 def test_the_backbone_is_what_it_is_without() -> None:
-    with_mtp, without = (model.init_params(CFG, seed=1, mtp=mtp) for mtp in (True, False))
+    with_mtp, without = (model.init_params(CFG, seed=1, drafts=mtp) for mtp in (True, False))
     assert set(with_mtp) - set(without) == {"mtp"}
     jax.tree.map(np.testing.assert_array_equal, with_mtp | {"mtp": None}, without | {"mtp": None})

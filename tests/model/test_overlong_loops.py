@@ -38,7 +38,7 @@ _, CSA, HCA = AttentionType
 CFG = dataclasses.replace(test_mtp.CFG, layer_types=(CSA, HCA), num_hash_layers=1)
 WIDE = dataclasses.replace(CFG, head_dim=512, rope_dim=64, index_head_dim=128, index_n_heads=4, sliding_window=9)
 LAYOUT = CacheLayout(CFG, "f32", "f32", block_tokens=8)
-DRAFTING = CacheLayout(CFG, "f32", "f32", block_tokens=8, draft_tokens=2, include_mtp=True)
+DRAFTING = CacheLayout(CFG, "f32", "f32", block_tokens=8, draft_tokens=2, include_drafts=True)
 SIZE = CacheSize(num_blocks=6, num_slots=2, max_blocks_per_request=4)
 # RESERVED tokens more fill the block, RUN complete an entry of the next. Few numbers of steps: each is compiled.
 START, RESERVED, RUN = 6, 2, 6
@@ -66,7 +66,7 @@ draft_loop = tokens_alone(model.draft_loop, "width", "num_steps")
 
 @pytest.fixture(scope="module")
 def params() -> model.Params:
-    return model.init_params(CFG, seed=1, mtp=True)
+    return model.init_params(CFG, seed=1, drafts=True)
 
 
 @dataclasses.dataclass

@@ -84,11 +84,11 @@ def test_through_pallas_kernels(params: model.Params, logits: np.ndarray) -> Non
 @pytest.mark.slow
 def test_greedy_text_is_the_same_however_it_is_made() -> None:
     """Where a model knows what comes next nothing hangs on a near tie: not even between executables."""
-    _, whole = model.load_hf(SMALL, mtp=True)
+    _, whole = model.load_hf(SMALL, drafts=True)
     prompts = [SMALL_TEXT[:378].tolist(), SMALL_TEXT[[*range(260), *range(300, 418)]].tolist()]
     found = {}
     for name, options in {"steps": {}, "loops": {"decode_steps": 4}, "drafts": {"drafts": 2}}.items():
-        room = {"draft_tokens": 2, "include_mtp": True} if "drafts" in options else {}
+        room = {"draft_tokens": 2, "include_drafts": True} if "drafts" in options else {}
         layout = CacheLayout(CFG, **ROWS, **room)
         size = plan_capacity(layout, max_requests=2, max_context=512)
         manager, cache = KVCacheManager(layout, size, policy=CachePolicy()), init_cache(layout, size)

@@ -113,9 +113,9 @@ def test_what_one_has_stored_the_other_continues_as_its_own(tmp_path, written, r
 @functools.cache
 def stages(drafts: bool) -> StepRunner:
     """A model with DSpark's stages, whose rows are kept or not."""
-    layout = dsv4.CacheLayout(test_dspark.CFG, "f32", "f32", block_tokens=8, draft_tokens=2, include_mtp=drafts)
+    layout = dsv4.CacheLayout(test_dspark.CFG, "f32", "f32", block_tokens=8, draft_tokens=2, include_drafts=drafts)
     step = test_dspark.fed if drafts else dsv4.model.forward
-    return StepRunner(step, dsv4.model.init_params(test_dspark.CFG, 1, mtp=True), layout)
+    return StepRunner(step, dsv4.model.init_params(test_dspark.CFG, 1, drafts=True), layout)
 
 
 @pytest.mark.parametrize("stored", [False, True])

@@ -15,6 +15,7 @@ from ...checks import check_integer
 from ...config import DSV4Config
 from ...errors import ConfigError
 from ...formats.weights import WeightFormat
+from ...former_names import former_keywords
 from .deferred import Deferred, Progress, make
 from .names import MTP
 from .packing import pack_layers
@@ -28,13 +29,14 @@ __all__ = ["init_params"]
 _FEW = 2**18  # elements, made on the host
 
 
+@former_keywords(mtp="drafts")
 def init_params(
     cfg: DSV4Config,
     seed: int = 0,
     weights: Weights = jnp.float32,
     *,
     packed: bool = False,
-    mtp: bool = False,
+    drafts: bool = False,
     mesh: Mesh | None = None,
     progress: Progress | None = None,
 ) -> Params:
@@ -47,7 +49,7 @@ def init_params(
         weights: as in `param_specs`. "released": what the formats' codecs `draw`, of unit gain too; drawn where they
             stay, one matrix at a time.
         packed: in the form to decode with, what `pack_layers(stack_projections(params))` makes of them.
-        mtp: with the layers that draft; the other parameters are what they are without.
+        drafts: with the layers that draft; the other parameters are what they are without.
         mesh: over its devices as by `shard_params`, and packed; released weights are the same on any mesh.
         progress: called with the bytes made and the bytes in all, after every piece.
 
@@ -55,9 +57,9 @@ def init_params(
         ShapeError, ConfigError: as `param_specs`; or the seed is none.
         LayoutError: as `shard_params`.
     """
-    specs = param_specs(cfg, weights, mtp=mtp)
+    specs = param_specs(cfg, weights, drafts=drafts)
     number = check_integer("seed", seed, 0, 2**64 - 1, error=functools.partial(ConfigError, None))
-    last = {MTP: specs.pop(MTP)} if mtp else {}
+    last = {MTP: specs.pop(MTP)} if drafts else {}
     draw = _on_device(cfg, number) if isinstance(weights, str) and weights == RELEASED else _on_host(cfg, number)
     params = {}
     for part in (specs, last):

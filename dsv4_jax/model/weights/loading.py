@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from ...config import DSV4Config
+from ...former_names import former_keywords
 from ...hf_config import check_weight_blocks, read_hf
 from .deferred import Progress, make
 from .names import address
@@ -32,12 +33,13 @@ from .stacking import stack_projections
 __all__ = ["load_hf"]
 
 
+@former_keywords(mtp="drafts")
 def load_hf(
     path: str | pathlib.Path,
     *,
     weights: Weights = jnp.float32,
     packed: bool = False,
-    mtp: bool = False,
+    drafts: bool = False,
     mesh: Mesh | None = None,
     progress: Progress | None = None,
 ) -> tuple[DSV4Config, Params]:
@@ -53,12 +55,12 @@ def load_hf(
             that of all matrices, whatever the checkpoint stores: float32 for the reference, bfloat16 to compute as
             fast as plain arrays allow.
         packed: in the form to decode with, what `pack_layers(stack_projections(params))` makes, without their copies.
-        mtp: with the layers that draft (`generate(drafts=)`): the MTP layer, or the stages of DSpark.
+        drafts: with the layers that draft (`generate(drafts=)`): the MTP layer, or the stages of DSpark.
         mesh: over its devices as by `shard_params`, and packed: each is given its own part, and no more.
         progress: called with the bytes made and the bytes in all, after every tensor.
 
     Raises:
-        ConfigError: `config.json` is missing or wrong, or `weights` or `mtp` are not possible for it.
+        ConfigError: `config.json` is missing or wrong, or `weights` or `drafts` are not possible for it.
         CheckpointError: a file or tensor is missing, has the wrong shape, is in a format this
             loader cannot read or that is not the released one, or is not part of the model; names it.
         ShapeError: as `param_specs`.
@@ -68,8 +70,8 @@ def load_hf(
     hf = read_hf(path)
     cfg = DSV4Config.from_hf(hf)
     check_weight_blocks(hf)
-    specs = param_specs(cfg, weights, mtp=mtp)
-    source = Source(open_tensors(path), cfg, mtp=mtp, released=isinstance(weights, str) and weights == RELEASED)
+    specs = param_specs(cfg, weights, drafts=drafts)
+    source = Source(open_tensors(path), cfg, drafts=drafts, released=isinstance(weights, str) and weights == RELEASED)
     params = jax.tree_util.tree_map_with_path(
         lambda keys, spec: source.find(*address(keys), spec), specs, is_leaf=is_leaf
     )

@@ -17,6 +17,7 @@ from ...checks import shown
 from ...config import AttentionType, DSV4Config, LayerSpec, build_schedule
 from ...errors import CheckpointError, ConfigError
 from ...formats.weights import WeightFormat
+from ...former_names import former_keywords
 from .names import MTP
 from .quantised import FP4, FP8, Quantised
 
@@ -27,7 +28,8 @@ RELEASED = "released"
 Weights: TypeAlias = "jax.typing.DTypeLike | Literal['released']"
 
 
-def param_specs(cfg: DSV4Config, weights: Weights = jnp.float32, *, mtp: bool = False) -> Params:
+@former_keywords(mtp="drafts")
+def param_specs(cfg: DSV4Config, weights: Weights = jnp.float32, *, drafts: bool = False) -> Params:
     """The tree of `jax.ShapeDtypeStruct` that the parameters of this model have.
 
     Args:
@@ -35,19 +37,19 @@ def param_specs(cfg: DSV4Config, weights: Weights = jnp.float32, *, mtp: bool = 
             matrices of attention and shared experts, fp4 experts (gates and ups in one, eight rows of each in turn,
             as `ops.moe` takes them), and bfloat16 for embedding, head, compressors, index weights and gate. Norms,
             sinks, biases and hyper-connections are float32 always.
-        mtp: with those of the layers that draft, whose projections (of DSpark `main_proj`) are stored as those of
+        drafts: with those of the layers that draft, whose projections (of DSpark `main_proj`) are stored as those of
             attention are, and DSpark's table of pairs of tokens as the embedding is.
 
     Raises:
         ShapeError: a matrix has a size that its released format does not have.
-        ConfigError: `weights` is something else; the released formats go with another way of scoring experts; `mtp` is
-            no bool, or the model has neither DSpark's stages nor one MTP layer; or `cfg` is none.
+        ConfigError: `weights` is something else; the released formats go with another way of scoring experts; `drafts`
+            is no bool, or the model has neither DSpark's stages nor one MTP layer; or `cfg` is none.
     """
     if not isinstance(cfg, DSV4Config):
         raise ConfigError(None, f"the parameters of a model are those of a DSV4Config, got {shown(cfg)}")
-    if not isinstance(mtp, bool):
-        raise ConfigError("mtp", f"expected True or False, got {shown(mtp)}")
-    if mtp and cfg.dspark is None and cfg.num_mtp_layers != 1:
+    if not isinstance(drafts, bool):
+        raise ConfigError("drafts", f"expected True or False, got {shown(drafts)}")
+    if drafts and cfg.dspark is None and cfg.num_mtp_layers != 1:
         raise ConfigError("num_mtp_layers", f"a model drafts with one MTP layer, this one has {cfg.num_mtp_layers}")
     released = isinstance(weights, str) and weights == RELEASED
     if not released and not _is_float(weights):
@@ -160,12 +162,12 @@ def param_specs(cfg: DSV4Config, weights: Weights = jnp.float32, *, mtp: bool = 
             p["markov"] = {name: matrix(cfg.vocab_size, head.markov_rank) for name in ("w1", "w2")}
         return p
 
-    schedule = build_schedule(cfg, include_mtp=mtp)
+    schedule = build_schedule(cfg, include_drafts=drafts)
     tree = before_head() | {
         "embed": matrix(cfg.vocab_size, hidden),
         "layers": tuple(layer(spec) for spec in schedule if not spec.is_mtp),
     }
-    if mtp:
+    if drafts:
         of = mtp_layer if cfg.dspark is None else stage
         tree[MTP] = tuple(of(spec) for spec in schedule if spec.is_mtp)
     return tree if cfg.tie_word_embeddings else tree | {"head": matrix(cfg.vocab_size, hidden)}
@@ -201,9 +203,10 @@ def has_mtp(params: Params) -> bool:
     return len(params.get(MTP, ())) > 0
 
 
-def weight_bytes(cfg: DSV4Config, weights: Weights = RELEASED, *, mtp: bool = False) -> int:
-    """Returns the parameters' bytes on devices, with `mtp` those of the layers that draft too.
+@former_keywords(mtp="drafts")
+def weight_bytes(cfg: DSV4Config, weights: Weights = RELEASED, *, drafts: bool = False) -> int:
+    """Returns the parameters' bytes on devices, with `drafts` those of the layers that draft too.
 
     Raises as `param_specs`.
     """
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(param_specs(cfg, weights, mtp=mtp)))
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(param_specs(cfg, weights, drafts=drafts)))

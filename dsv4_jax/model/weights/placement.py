@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ...config import DSV4Config
 from ...errors import LayoutError, ShapeError
+from ...former_names import former_keywords
 from .deferred import Deferred, Progress, make
 from .names import MTP
 from .packing import PackedLayers, pack_layers
@@ -90,21 +91,24 @@ def device_params(params: Params, split: Split, index: int) -> Params:
     return pack_layers(stack_projections(taken))
 
 
-def device_specs(cfg: DSV4Config, weights: Weights = RELEASED, split: Split = ALONE, *, mtp: bool = False) -> Params:
+def device_specs(cfg: DSV4Config, weights: Weights = RELEASED, split: Split = ALONE, *, drafts: bool = False) -> Params:
     """The tree of `jax.ShapeDtypeStruct` that each device of a split has, stacked and packed.
 
     Raises as `param_specs`, `check_split` and `stack_projections`.
     """
-    local = device_params(jax.tree.map(_deferred, param_specs(cfg, weights, mtp=mtp)), check_split(cfg, split), 0)
+    local = device_params(jax.tree.map(_deferred, param_specs(cfg, weights, drafts=drafts)), check_split(cfg, split), 0)
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), local)
 
 
-def device_bytes(cfg: DSV4Config, weights: Weights = RELEASED, split: Split = ALONE, *, mtp: bool = False) -> int:
-    """Returns the bytes that the parameters take on each device of a split, with `mtp` those of layers that draft too.
+@former_keywords(mtp="drafts")
+def device_bytes(cfg: DSV4Config, weights: Weights = RELEASED, split: Split = ALONE, *, drafts: bool = False) -> int:
+    """Returns the bytes that the parameters take on each device of a split, with `drafts` of layers that draft too.
 
     Raises as `device_specs`.
     """
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(device_specs(cfg, weights, split, mtp=mtp)))
+    return sum(
+        leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(device_specs(cfg, weights, split, drafts=drafts))
+    )
 
 
 def default_form(hf: Mapping[str, Any], memory: int, wide: Callable[[], int]) -> str:
@@ -128,7 +132,7 @@ def _check_params(cfg: DSV4Config, params: Params) -> None:
     found = _shapes(params)
     released = any(is_leaf(node) for node in jax.tree.leaves(params, is_leaf=is_leaf))
     with_mtp = isinstance(params, dict) and MTP in params
-    wanted = _shapes(param_specs(cfg, RELEASED if released else jnp.float32, mtp=with_mtp))
+    wanted = _shapes(param_specs(cfg, RELEASED if released else jnp.float32, drafts=with_mtp))
     for path in [*wanted, *found]:
         if found.get(path) != wanted.get(path):
             raise ShapeError(

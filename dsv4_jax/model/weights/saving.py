@@ -60,7 +60,7 @@ def save_hf(cfg: DSV4Config, params: Params, path: str | pathlib.Path) -> None:
     path = pathlib.Path(path)
     _check_sayable(cfg)
     released = any(map(is_leaf, jax.tree.leaves(params, is_leaf=is_leaf)))
-    specs = param_specs(cfg, RELEASED if released else jnp.float32, mtp=MTP in params)
+    specs = param_specs(cfg, RELEASED if released else jnp.float32, drafts=MTP in params)
     if (tree := jax.tree.structure(params)) != jax.tree.structure(specs):
         if any(word in str(tree) for word in ("PackedLayers", "of_input")):
             raise CheckpointError(

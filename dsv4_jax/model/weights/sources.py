@@ -72,7 +72,7 @@ class Source:
     """The tensors of a checkpoint by name, and which of them were asked for.
 
     Args:
-        mtp: whether those of the layers that draft are to be; else they are skipped.
+        drafts: whether those of the layers that draft are to be; else they are skipped.
         released: whether matrices are to stay as they are stored.
 
     Raises:
@@ -80,13 +80,15 @@ class Source:
             and how it runs.
     """
 
-    def __init__(self, tensors: dict[str, np.ndarray], cfg: DSV4Config, *, mtp: bool = False, released: bool = False):
+    def __init__(
+        self, tensors: dict[str, np.ndarray], cfg: DSV4Config, *, drafts: bool = False, released: bool = False
+    ):
         # Names are compared without the "model." that module names start with.
         self.tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
         if len(self.tensors) < len(tensors):
             twice = next(name for name in tensors if f"model.{name}" in tensors)
             raise CheckpointError(f"tensor {plain(twice)} is there twice, with and without 'model.'")
-        self.cfg, self.mtp = cfg, mtp
+        self.cfg, self.drafts = cfg, drafts
         self.unread = {name for name in self.tensors if not self._is_skipped(name)}
         first = expert_name("layers.0.", 0, "w1")
         if released and first in self.tensors and self.tensors[first].dtype == ml_dtypes.float8_e4m3fn:
@@ -94,7 +96,7 @@ class Source:
                 "the checkpoint's routed experts are FP8 (e4m3, a scale per 128 x 128), as in base checkpoints: as "
                 "released only FP4 experts run, and these dequantised, with weights of bfloat16 or float32"
             )
-        if mtp:
+        if drafts:
             self._check_drafts()
 
     def _check_drafts(self) -> None:
@@ -122,7 +124,7 @@ class Source:
         is_head = self.cfg.tie_word_embeddings and name in names_of("", "head")
         drafting = name.startswith(f"{MTP}.")
         of_images = drafting and self.cfg.dspark is not None and name.endswith(".ffn.gate.bias_vl")
-        skipped = of_images or (drafting and not self.mtp)
+        skipped = of_images or (drafting and not self.drafts)
         return skipped or 0 <= beyond < self.cfg.num_draft_layers or is_head
 
     def find(self, prefix: str, name: str, spec: Any) -> Any:

@@ -26,16 +26,16 @@ def params():
 
 
 def test_round_trip_with_the_mtp_layer(params, tmp_path):
-    whole = model.init_params(CFG, seed=4, mtp=True)
+    whole = model.init_params(CFG, seed=4, drafts=True)
     model.save_hf(CFG, whole, tmp_path)
-    assert_same(model.load_hf(tmp_path, mtp=True)[1], whole)
+    assert_same(model.load_hf(tmp_path, drafts=True)[1], whole)
     assert_same(model.load_hf(tmp_path)[1], params)
     names = {name for name in read_safetensors(tmp_path / "model.safetensors") if "mtp" in name}
     assert names >= {"mtp.0.e_proj.weight", "mtp.0.hc_head_fn", "mtp.0.attn.wq_a.weight", "mtp.0.norm.weight"}
     with pytest.raises(ConfigError, match="num_mtp_layers"):
         model.save_hf(dataclasses.replace(CFG, num_mtp_layers=0), whole, tmp_path)
-    with pytest.raises(ConfigError, match="'mtp': expected True or False, got 'yes'"):
-        model.load_hf(tmp_path, mtp="yes")
+    with pytest.raises(ConfigError, match="'drafts': expected True or False, got 'yes'"):
+        model.load_hf(tmp_path, drafts="yes")
 
 
 @pytest.fixture

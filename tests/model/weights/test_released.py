@@ -46,12 +46,12 @@ def checkpoint(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def params(checkpoint) -> model.Params:
-    return model.load_hf(checkpoint, weights="released", mtp=True)[1]
+    return model.load_hf(checkpoint, weights="released", drafts=True)[1]
 
 
 @pytest.fixture(scope="module")
 def plain(checkpoint) -> model.Params:
-    return model.load_hf(checkpoint, mtp=True)[1]
+    return model.load_hf(checkpoint, drafts=True)[1]
 
 
 def dequantised(params: model.Params) -> model.Params:
@@ -74,10 +74,10 @@ def assert_same(a: model.Params, b: model.Params) -> None:
 
 def test_keeps_what_was_written(checkpoint, params, plain) -> None:
     """The bits of the file in the formats of the specs; and dequantised, the same weights twice and from NumPy."""
-    specs = model.param_specs(CFG, "released", mtp=True)
+    specs = model.param_specs(CFG, "released", drafts=True)
     assert jax.tree.structure(params) == jax.tree.structure(specs)
     jax.tree.map(lambda x, spec: (x.shape, x.dtype) == (spec.shape, spec.dtype) or pytest.fail(), params, specs)
-    assert sum(x.nbytes for x in jax.tree.leaves(params)) == model.weight_bytes(CFG, mtp=True)
+    assert sum(x.nbytes for x in jax.tree.leaves(params)) == model.weight_bytes(CFG, drafts=True)
     assert_same(dequantised(params), plain)
     want = released.dequantised(TENSORS)
     np.testing.assert_array_equal(plain["layers"][1]["attn"]["wq_a"], want[f"{WQ_A}.weight"])
@@ -99,11 +99,11 @@ def test_the_mtp_layer_is_skipped_unless_asked_for(checkpoint, params) -> None:
 def test_packed_as_it_is_loaded(checkpoint, params, plain) -> None:
     """What stacking and packing the loaded parameters gives, and progress to the last byte."""
     told: list[tuple[int, int]] = []
-    load = functools.partial(model.load_hf, checkpoint, packed=True, mtp=True)
+    load = functools.partial(model.load_hf, checkpoint, packed=True, drafts=True)
     _, packed = load(weights="released", progress=lambda *bytes_: told.append(bytes_))
     assert_same(packed, model.pack_layers(model.stack_projections(params)))
     total = sum(x.nbytes for x in jax.tree.leaves(packed))
-    assert model.weight_bytes(CFG, mtp=True) <= total < 1.02 * model.weight_bytes(CFG, mtp=True) + 2**14
+    assert model.weight_bytes(CFG, drafts=True) <= total < 1.02 * model.weight_bytes(CFG, drafts=True) + 2**14
     assert told[-1] == (total, total) and len(told) > 100
     assert all(a[0] < b[0] and b[1] == total for a, b in itertools.pairwise(told))
     assert_same(load()[1], model.pack_layers(model.stack_projections(plain)))
@@ -133,13 +133,13 @@ def test_saves_what_was_released(tmp_path, params) -> None:
             np.testing.assert_array_equal(bits, want)
     fields = json.loads((tmp_path / "config.json").read_text())
     assert fields["expert_dtype"] == "fp4" and fields["quantization_config"]["weight_block_size"] == [128, 128]
-    cfg, again = model.load_hf(tmp_path, weights="released", mtp=True)
+    cfg, again = model.load_hf(tmp_path, weights="released", drafts=True)
     assert cfg == CFG
     assert_same(again, params)
 
 
 def test_random_ones_are_drawn_packed_or_not() -> None:
-    params, packed = (model.init_params(CFG, 3, "released", packed=packed, mtp=True) for packed in (False, True))
+    params, packed = (model.init_params(CFG, 3, "released", packed=packed, drafts=True) for packed in (False, True))
     assert_same(model.pack_layers(model.stack_projections(params)), packed)
     other = model.init_params(CFG, 3 + 2**32, "released")["layers"][1]
     layer = params["layers"][1]
@@ -164,7 +164,7 @@ def test_bytes_of_the_published_models() -> None:
     """What 16 GiB of rounding would hide: the released sizes without MTP, and with it."""
     for name, sizes in (("flash", [145.3, 148.6]), ("pro", [792.3, 805.3])):
         cfg = getattr(DSV4Config, name)()
-        assert [round(model.weight_bytes(cfg, mtp=mtp) / 2**30, 1) for mtp in (False, True)] == sizes
+        assert [round(model.weight_bytes(cfg, drafts=mtp) / 2**30, 1) for mtp in (False, True)] == sizes
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_hostile_tensors(tmp_path, monkeypatch, changes, problem) -> None:
     monkeypatch.setattr("dsv4_jax.model.weights.deferred._made", lambda *_: pytest.fail("made a parameter"))
     released.write(tmp_path, {name: x for name, x in (TENSORS | changes).items() if x is not None})
     with pytest.raises(CheckpointError, match=problem) as error:
-        model.load_hf(tmp_path, weights="released", packed=True, mtp=True)
+        model.load_hf(tmp_path, weights="released", packed=True, drafts=True)
     assert str(error.value).isprintable()
 
 
@@ -269,7 +269,7 @@ def test_other_checkpoints_are_named_before_weights_are_read(tmp_path, monkeypat
         file.write_text(json.dumps(json.loads(file.read_text()) | fields))
         with monkeypatch.context() as nothing, pytest.raises((CheckpointError, ConfigError), match=problem) as error:
             nothing.setattr("dsv4_jax.model.weights.deferred._made", lambda *_: pytest.fail("made a parameter"))
-            model.load_hf(path, weights="released", mtp=case != "experts")
+            model.load_hf(path, weights="released", drafts=case != "experts")
         assert str(error.value).isprintable()
         if case != "head":
             plain[case] = model.load_hf(path, weights="released" if case != "experts" else jnp.float32)[1]
@@ -295,9 +295,9 @@ def stages(tmp_path_factory) -> pathlib.Path:
 
 def test_stages_keep_what_was_written(stages, tmp_path) -> None:
     """In every form; the bits of the file, there and back; and skipped where they are not asked for."""
-    cfg, params = model.load_hf(stages, weights="released", mtp=True)
+    cfg, params = model.load_hf(stages, weights="released", drafts=True)
     assert cfg == SPARKS and len(params["mtp"]) == 3
-    assert sum(x.nbytes for x in jax.tree.leaves(params)) == model.weight_bytes(cfg, mtp=True)
+    assert sum(x.nbytes for x in jax.tree.leaves(params)) == model.weight_bytes(cfg, drafts=True)
     want, (first, _, last) = released.dequantised(OF_STAGES), dequantised(params)["mtp"]
     np.testing.assert_array_equal(first["main_proj"], want["mtp.0.main_proj.weight"])
     np.testing.assert_array_equal(first["main_norm"], want["mtp.0.main_norm.weight"])
@@ -305,11 +305,11 @@ def test_stages_keep_what_was_written(stages, tmp_path) -> None:
     np.testing.assert_array_equal(last["confidence"], want["mtp.2.confidence_head.proj.weight"])
     np.testing.assert_array_equal(last["hc_head"]["fn"], want["mtp.2.hc_head_fn"])
     assert first["main_proj"].shape == (128, 256) and params["mtp"][0]["main_proj"].format.name == "fp8"
-    assert_same(model.load_hf(stages, mtp=True)[1], dequantised(params))
+    assert_same(model.load_hf(stages, drafts=True)[1], dequantised(params))
     packed = model.pack_layers(model.stack_projections(params))
-    assert_same(model.load_hf(stages, weights="released", mtp=True, packed=True)[1], packed)
+    assert_same(model.load_hf(stages, weights="released", drafts=True, packed=True)[1], packed)
     total = sum(x.nbytes for x in jax.tree.leaves(packed))
-    assert total == model.device_bytes(cfg, mtp=True)
+    assert total == model.device_bytes(cfg, drafts=True)
     backbone = {name: x for name, x in params.items() if name != "mtp"}
     assert_same(model.load_hf(stages, weights="released")[1], backbone)
     model.save_hf(cfg, params, tmp_path)
@@ -318,10 +318,10 @@ def test_stages_keep_what_was_written(stages, tmp_path) -> None:
     for name in OF_STAGES:
         if "norm" not in name:
             np.testing.assert_array_equal(found[name][1], OF_STAGES[name][1])
-    again, loaded = model.load_hf(tmp_path, weights="released", mtp=True)
+    again, loaded = model.load_hf(tmp_path, weights="released", drafts=True)
     assert again == cfg
     assert_same(loaded, params)
-    drawn = (model.init_params(cfg, 3, "released", mtp=mtp) for mtp in (True, False))
+    drawn = (model.init_params(cfg, 3, "released", drafts=mtp) for mtp in (True, False))
     with_stages, without = drawn
     assert jax.tree.structure(with_stages) == jax.tree.structure(params)
     assert_same({name: x for name, x in with_stages.items() if name != "mtp"}, without)
@@ -341,13 +341,13 @@ def test_stages_keep_what_was_written(stages, tmp_path) -> None:
 def test_hostile_stages(tmp_path, changes, problem) -> None:
     released.write(tmp_path, {name: x for name, x in (OF_STAGES | changes).items() if x is not None}, SPARKS)
     with pytest.raises(CheckpointError, match=problem):
-        model.load_hf(tmp_path, weights="released", mtp=True)
+        model.load_hf(tmp_path, weights="released", drafts=True)
 
 
 def test_a_bias_of_images_is_not_read(stages, tmp_path) -> None:
     more = {"mtp.1.ffn.gate.bias_vl": ("F32", np.ones(4, np.float32))}
     released.write(tmp_path, OF_STAGES | more, SPARKS)
-    assert_same(*(model.load_hf(path, weights="released", mtp=True)[1] for path in (stages, tmp_path)))
+    assert_same(*(model.load_hf(path, weights="released", drafts=True)[1] for path in (stages, tmp_path)))
 
 
 def test_bytes_of_the_published_stages() -> None:
@@ -356,7 +356,7 @@ def test_bytes_of_the_published_stages() -> None:
         cfg = dataclasses.replace(
             getattr(DSV4Config, name)(), num_mtp_layers=0, dspark=DSparkHead(5, 128799, ids, rank)
         )
-        more = model.weight_bytes(cfg, mtp=True) - model.weight_bytes(cfg)
+        more = model.weight_bytes(cfg, drafts=True) - model.weight_bytes(cfg)
         assert round(more / 1e9, 2) == pytest.approx(wide, abs=0.011)
 
 
@@ -410,7 +410,7 @@ def test_many_rows_are_tiles_of_few(monkeypatch) -> None:
 
 def deferred(cfg: DSV4Config, weights: str) -> model.Params:
     """Parameters of which only shapes are known, in the form to decode with."""
-    made = jax.tree.map(lambda x: Deferred(x.shape, x.dtype, ()), model.param_specs(cfg, weights, mtp=True))
+    made = jax.tree.map(lambda x: Deferred(x.shape, x.dtype, ()), model.param_specs(cfg, weights, drafts=True))
     return model.pack_layers(model.stack_projections(made))
 
 
