@@ -1,8 +1,9 @@
 """The engine on the real model, small, under everything that users and machines do to it: every answer is checked.
 
-    python -m tests.engine.soak --requests 2000 --seed 0        on the CPU: three engines, a third of the requests each
+    python -m tests.engine.soak --requests 2000 --seed 0        on the CPU: four engines, a quarter of the requests each
 
-The engines: one device with a host tier, stores and loops of steps; one that drafts; two data shards on two devices.
+The engines: one device with a host tier, stores and loops of steps; one that drafts with an MTP layer, and one with
+DSpark's stages; two data shards on two devices.
 Each has a pool for few of its requests. Threads add prompts in bursts (of tenants, priorities, samplings, masks, stops,
 deadlines), read them in several ways, leave, and abort; the engine is paused, put to sleep and given other weights; its
 steps fail, before their transfers, behind them, and when they are read; its stores fail and hang. Of every answer, each
@@ -31,6 +32,7 @@ import jax
 import numpy as np
 
 from dsv4_jax import AttentionType, CacheLayout, CacheSize, DSV4Config, model
+from dsv4_jax.config import DSparkHead
 from dsv4_jax.engine import Completion, Engine, Limits, Prompt
 from dsv4_jax.engine.build import build
 from dsv4_jax.engine.prompt import derived_seed
@@ -52,6 +54,8 @@ CFG = DSV4Config.tiny(
     max_position_embeddings=LIMIT,
     hc_sinkhorn_iters=1,
 )
+# The same backbone, whose draft head is DSpark's.
+STAGES = dataclasses.replace(CFG, num_mtp_layers=0, dspark=DSparkHead(5, 31, (0, 1), 8))
 VOCAB = CFG.vocab_size
 NEAR = 2e-4  # of logits: what the rounding of other orders of summation may move
 BOUND = 5e-5  # of log-probabilities
@@ -65,6 +69,7 @@ class Scene:
     name: str
     steps: int = 4
     drafts: int = 0
+    cfg: DSV4Config = CFG
     shards: int = 1
     stores: bool = False
     all_kinds: bool = True  # masks, penalties, plain outputs among others: executables of their own
@@ -75,6 +80,7 @@ class Scene:
 SCENES = (
     Scene("one device", stores=True),
     Scene("drafts", steps=2, drafts=2, all_kinds=False),
+    Scene("stages", steps=2, drafts=4, cfg=STAGES, stores=True, all_kinds=False),
     Scene("two shards", shards=2, stores=True, all_kinds=False),
 )
 
@@ -151,8 +157,8 @@ class _Lost:
 
 
 @functools.cache
-def params(weights: int) -> model.Params:
-    return model.init_params(CFG, seed=1 + weights, drafts=True)
+def params(weights: int, cfg: DSV4Config = CFG) -> model.Params:
+    return model.init_params(cfg, seed=1 + weights, drafts=True)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -272,14 +278,15 @@ class Users:
         self.scene, self.rng, self.left = scene, random.Random(f"{scene.name} {seed}"), requests
         rng = self.rng
         layout = CacheLayout(
-            CFG, "f32", "f32", block_tokens=8, draft_tokens=scene.drafts, include_drafts=scene.drafts > 0
+            scene.cfg, "f32", "f32", block_tokens=8, draft_tokens=scene.drafts, include_drafts=scene.drafts > 0
         )
         self.stores: list[AsyncStore] = []
         if scene.stores:
             sizes = block_record(layout).bytes, snapshot_record(layout).bytes
             self.stores = [AsyncStore(MemoryStore(size, random.Random(rng.random()), 0.05)) for size in sizes]
         mesh = model.Split(scene.shards, 1).mesh() if scene.shards > 1 else None
-        self.placed = [params(i) if mesh is None else model.shard_params(CFG, params(i), mesh) for i in range(2)]
+        each = [params(i, scene.cfg) for i in range(2)]
+        self.placed = each if mesh is None else [model.shard_params(scene.cfg, one, mesh) for one in each]
         core, executor = build(
             self.placed[0],
             layout,
