@@ -125,6 +125,7 @@ endef
 
 .venv-%/ready: pyproject.toml $(all_constraints)
 	$(call install,.venv-$*,$*,dev)
+	@$(if $(filter 3.12,$*),.venv-$*/bin/python -m pip install --quiet --no-compile --no-deps -r constraints/dynamo.txt)
 
 # The site's tools alone: they read the package's source, and import what makes the page of results, benchmarks/render.py (NumPy is enough).
 .venv-docs/ready: constraints/docs.txt

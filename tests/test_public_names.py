@@ -11,6 +11,7 @@ import re
 import pytest
 
 import dsv4_jax.cuda.exchange
+import dsv4_jax.integrations
 import dsv4_jax.weights
 from dsv4_jax import errors, manager, model, ops, pools, records, simulate, stores, testing, tiers
 from dsv4_jax.manager.prefix.eviction_policies import LRU
@@ -181,7 +182,7 @@ def test_former_names_answer_for_one_release() -> None:
 
 
 def test_former_keywords_answer_for_one_release() -> None:
-    cfg = dsv4_jax.DSV4Config.tiny()
+    cfg = dsv4_jax.DSV4Config.tiny(num_mtp_layers=1)
     calls = {
         ("include_mtp", "include_drafts"): lambda **how: dsv4_jax.CacheLayout(cfg, **how).include_drafts,
         ("mtp", "drafts"): lambda **how: "mtp" in dsv4_jax.model.param_specs(cfg, **how),
