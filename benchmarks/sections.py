@@ -157,6 +157,16 @@ SECTIONS = (
         table="generate",
     ),
     Section(
+        "Sampling",
+        "`sample` by itself on logits of a step, us by what the rows ask for (none: no settings, the likeliest tokens).",
+        table="sampling",
+    ),
+    Section(
+        "Requests through an engine's thread",
+        "The same prompts as of `generate`, added to an `Engine`; a step's time as their reader sees it.",
+        table="engine",
+    ),
+    Section(
         "What formats cost on real text",
         "The trained model of `checkpoints/small`, fed with held-out text through the cache as a server feeds prompts. "
         "Loss in nats a token, its change and KL divergence against the same weights with float32 rows and keys (of "

@@ -147,6 +147,7 @@ class CoarseCore(Core):
             shape = self._shape(len(pairs), sum(count for _, count in pairs))
             plans.append(manager.plan_step(planned, shape=shape))
             transfers.append(manager.take_transfers())
+            self.counts["transfers"] += len(transfers[-1])
         self._before = before
         self._sent.append(Sent(sent, False))
         return Work("mixed", plans, transfers, 1, _NOTHING, _NOTHING, rows, {}, quiet=self._gliding)

@@ -62,6 +62,7 @@ def complete(command: str, place: pathlib.Path) -> list[str]:
         "generate": ["--checkpoint", str(place / "checkpoint"), "--tokens", "1,2,3"],
         "init": ["checkpoint", "--force"],
         "plan": ["--hbm", "80GiB", "--requests", "4"],
+        "serve": ["--checkpoint", str(place / "checkpoint"), "--port", "0", "--cache-memory", "8MiB"],
         "simulate": [str(place / "t.jsonl"), "--model", "tiny", "--max-requests", "2"],
         "logits": ["--checkpoint", str(place / "checkpoint"), "--tokens", str(place / "t.npy"), "--out", "out.npy"],
     }.get(command, [])
