@@ -158,7 +158,7 @@ SECTIONS = (
     ),
     Section(
         "Sampling",
-        "`sample` by itself on logits of a step, us by what the rows ask for (none: no settings, the likeliest tokens).",
+        "`sample` by itself on logits of a step, us by what rows ask for. None: no settings, the likeliest tokens.",
         table="sampling",
     ),
     Section(

@@ -28,6 +28,9 @@ _SOON = 2.0  # a frontend that ends within so many seconds again and again is no
 _TRIES = 5
 
 
+SEND_BUFFER = 1 << 17  # bytes that the kernel keeps of an answer for a client that does not read, twice of them
+
+
 def listen(host: str, port: int, backlog: int = 2048) -> socket.socket:
     """A socket that listens there; port 0: any that is free. Raises `OptionError`."""
     try:
@@ -36,6 +39,7 @@ def listen(host: str, port: int, backlog: int = 2048) -> socket.socket:
         )[0]
         listening = socket.socket(family, kind, proto)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)  # of every connection
         listening.bind(address)
         listening.listen(backlog)
     except OSError as error:

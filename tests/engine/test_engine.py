@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import queue
 import random
 import threading
 import time
@@ -25,23 +26,36 @@ def engine(watchdog=None, freeze=False, clock=time.monotonic, **options) -> tupl
     return Engine(server.core, server.executor, watchdog=watchdog, freeze=freeze, clock=clock), server
 
 
+class Inbox(queue.SimpleQueue):
+    """Knows how often something was asked for."""
+
+    asked = 0
+
+    def put(self, item, *how) -> None:
+        self.asked += 1
+        super().put(item, *how)
+
+
 def hold(serving: Engine, server: Server, calls: int, add: Callable[[], object]) -> None:
     """Requests that cannot end before somebody asks the engine for something, however busy the machine is.
 
     They are added together; of the calls behind that, the one of this number is under way until then.
     """
-    left, before = [calls], server.executor.on_get
+    left, before, asked = [calls], server.executor.on_get, list[int]()
+    former, serving._inbox = serving._inbox, Inbox()
+    former.put(lambda: None)  # the thread may wait there
 
     def on_get() -> None:
         before()
         left[0] -= 1
         if left[0] == 0:
-            eventually(serving._inbox.qsize)
+            eventually(lambda: asked and serving._inbox.asked > asked[0])
 
     serving.pause()
     server.executor.on_get = on_get
     add()
     serving.resume()
+    asked.append(serving._inbox.asked)
 
 
 def prompt(number: int, count: int = 12, **options) -> Prompt:

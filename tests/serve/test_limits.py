@@ -71,8 +71,8 @@ def test_full_queues_say_so_at_once(tmp_path):
 
 def test_who_does_not_read_stalls_nobody(tmp_path):
     """What is written to it is bounded; after a while it is cut off, and its request ends."""
-    with Stand(tmp_path, stall_s=1.0, slots=32) as stand, socket.socket() as stalled:
-        data = json.dumps(LONG | {"n": 100, "stream": True, "return_token_ids": True}).encode()
+    with Stand(tmp_path, stall_s=0.25, slots=32) as stand, socket.socket() as stalled:
+        data = json.dumps(LONG | {"n": 100, "stream": True, "return_token_ids": True, "logprobs": 5}).encode()
         stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         stalled.connect(("127.0.0.1", stand.port))
         head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
