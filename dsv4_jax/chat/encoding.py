@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import json
 import pathlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -27,6 +28,7 @@ __all__ = [
     "Respell",
     "Written",
     "check_model",
+    "check_texts",
     "is_thinking",
     "model_of",
     "released_tokenizer",
@@ -45,6 +47,8 @@ _TASKS = ("action", "query", "authority", "domain", "title", "read_url")
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max", "ultra")
 _PREVIEW = {"xhigh": "high", "max": "high", "ultra": "high"}  # to the level of 0731 that has this text
 _BUDGET = "Reasoning Effort: 75 "  # of V4.1, as the level "high" writes it
+_MEDIA = ("audio", "document", "file", "image", "image_url", "input_audio", "input_file", "input_image", "video_url")
+_SPELT = re.compile(r"\\u(d[89ab][0-9a-f]{2})\\+u(d[c-f][0-9a-f]{2})", re.I)  # a character beyond 16 bits
 _MAX_BYTES = 1 << 24
 
 
@@ -133,6 +137,19 @@ def tool_functions(tools: Any) -> Iterator[tuple[str, Any]]:
         yield function["name"], function.get("parameters")
 
 
+def check_texts(messages: Any) -> None:
+    """Raises `RequestError` for what is no text in messages of any protocol: the package would leave it out."""
+    for message in messages if isinstance(messages, list) else ():
+        for field in ("content", "output"):
+            parts = message.get(field) if isinstance(message, Mapping) else None
+            for part in parts if isinstance(parts, list) else ():
+                kind = part.get("type") if isinstance(part, Mapping) else None
+                if kind in _MEDIA:
+                    raise RequestError(f"messages: the model reads texts only, and one has a part of type {kind}")
+                if kind == "tool_result":
+                    check_texts([part])
+
+
 def is_thinking(thinking: Any, effort: Any) -> bool:
     """Whether the model reasons first. Raises `RequestError` for what says neither."""
     if isinstance(thinking, Mapping):
@@ -173,7 +190,10 @@ def write(
         raise CheckpointError("conversations need the extra serve (pip install 'dsv4_jax[serve]')") from None
     check_model(model)
     messages = _listed(messages)
-    turns = _Turns(messages, model, respell)
+    check_texts(messages)
+    if response_format is not None and not isinstance(response_format, Mapping):
+        raise RequestError(f"response_format must be an object, got {brief(response_format)}")
+    turns = _Turns(messages, model, respell, (tools, response_format))
     level, budget = _effort(effort, model, thinking)
     body: dict[str, Any] = {"model": model, "messages": turns.messages}
     body["thinking"] = {"type": "enabled" if thinking else "disabled"}
@@ -199,8 +219,6 @@ def write(
         done = encoder().render_conversation(request.conversation)
     except (recipe.ConversionError, ValueError, RuntimeError) as error:
         raise RequestError(str(error)) from None
-    if done.image_sources:
-        raise RequestError("the model reads texts only, and a message has an image")
     text = _Marked(done.prompt, done.special_ranges)
     if budget is not None:
         place = text.text.index(_BUDGET)
@@ -276,11 +294,11 @@ class _Marked:
 class _Turns:
     """Messages as the package takes them, and what is to be done with the text that it makes of them.
 
-    A character that stands in no message marks the places.
+    A character that stands in no message, nor in what else the package writes (`beside`), marks the places.
     """
 
-    def __init__(self, messages: list[dict[str, Any]], model: str, respell: Respell):
-        self._open, self._close, self._raw = _free_characters(messages, 3)
+    def __init__(self, messages: list[dict[str, Any]], model: str, respell: Respell, beside: Any):
+        self._open, self._close, self._raw = _free_characters([messages, beside], 3)
         self._spelt: list[str] = []
         self._task: str | None = None
         self.messages = messages
@@ -360,6 +378,9 @@ def _text_of(content: Any, index: int) -> str:
 def _free_characters(value: Any, count: int) -> list[str]:
     """Characters that stand nowhere in a value."""
     with failing(RequestError, "the request cannot be encoded"):
-        there = set(json.dumps(value, ensure_ascii=False))
+        text = json.dumps(value, ensure_ascii=False)
+    # Arguments are JSON in a text, which may spell its characters.
+    spelt = (chr(0x10000 + (int(a, 16) << 10) + int(b, 16) - 0x360DC00) for a, b in _SPELT.findall(text))
+    there = {*text, *spelt}
     free = (char for char in map(chr, range(0xF0000, 0xFFFFE)) if char not in there)
     return [next(free) for _ in range(count)]

@@ -62,8 +62,8 @@ def constraint(
     """What a request asks its answer to be; None if that is free.
 
     Schemas of `response_format` and of strict tools hold wholly, but for `format` of a tool's text; of other tools
-    their names, keys, types and what else can be held. Calls are held to their syntax if one is required, or a tool is
-    strict.
+    their names, keys, types and what else can be held. Calls are held to their syntax if one is required, a tool is
+    strict, or an answer without calls is held to `response_format`.
 
     Args:
         prompt: of the same request.
@@ -76,7 +76,8 @@ def constraint(
     kind = response_format.get("type", "text") if isinstance(response_format, Mapping) else "text"
     required = tool_choice == "required" or isinstance(tool_choice, Mapping)
     llguidance = _package()
-    if prompt.tools and (required or any(_is_strict(tool) for tool in prompt.tools)):
+    held = bool(prompt.tools) and (required or any(_is_strict(tool) for tool in prompt.tools))
+    if held:
         grammar = _calls(prompt, tokenizer.mark(DSML), tool_choice, required, parallel_tool_calls)
         grammar = llguidance.LLMatcher.grammar_from_lark(grammar)
     elif kind == "json_object":
@@ -97,7 +98,11 @@ def constraint(
         return None
     else:
         raise RequestError(f"response_format.type: there is no {brief(kind)}")
-    _raise(llguidance.LLMatcher.validate_grammar(grammar, limits=_limits(llguidance)))
+    if prompt.tools and not held:
+        grammar = _calls(prompt, tokenizer.mark(DSML), None, False, parallel_tool_calls, _rule(grammar))
+        grammar = llguidance.LLMatcher.grammar_from_lark(grammar)
+    where = "tools" if held else "response_format"
+    _raise(llguidance.LLMatcher.validate_grammar(grammar, limits=_limits(llguidance)), where)
     return Constraint(grammar, prompt.start == "reasoning")
 
 
@@ -189,13 +194,21 @@ def _first_line(text: str) -> str:
     return brief(" ".join(text.split())[:300]).strip("'\"")
 
 
-def _raise(problem: str) -> None:
+def _raise(problem: str, where: str = "mask") -> None:
     if problem and not problem.startswith("WARNING"):
-        raise RequestError(f"the schema or expression cannot be held: {_first_line(problem)}")
+        raise RequestError(f"{where}: the schema or expression cannot be held: {_first_line(problem)}")
 
 
 def _json_grammar(schema: Mapping[str, Any]) -> str:
     return _package().LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_PRETTY)
+
+
+def _rule(grammar: str) -> str:
+    """A grammar of one schema or expression as the rule `answer` of a larger one."""
+    (one,) = json.loads(grammar)["grammars"]
+    if one["json_schema"] is not None:
+        return f"answer: %json {json.dumps(one['json_schema'], ensure_ascii=False)}"
+    return f"answer: {one['lark_grammar'].removeprefix('start: ')}"
 
 
 def _check_schema(schema: Any, where: str) -> None:
@@ -229,8 +242,10 @@ def _is_strict(tool: Mapping[str, Any]) -> bool:
 # Calls
 
 
-def _calls(prompt: ChatPrompt, mark: int, choice: Any, required: bool, parallel: bool) -> str:
-    """The grammar of an answer that may, or must, have calls."""
+def _calls(
+    prompt: ChatPrompt, mark: int, choice: Any, required: bool, parallel: bool, answer: str | None = None
+) -> str:
+    """The grammar of an answer that may, or must, have calls. `answer`: the rule of one without (default: any)."""
     dsml = f"<[{mark}]>"
     before = " " if prompt.model == "v4.1" else ""
     block = "calls" if before else "tool_calls"
@@ -255,6 +270,9 @@ def _calls(prompt: ChatPrompt, mark: int, choice: Any, required: bool, parallel:
         start = "calls"
     elif required:
         start = f'"\\n\\n<" {opened}'
+    elif answer is not None:
+        start = f'answer | "\\n\\n<" {opened}'
+        rules.append(answer)
     else:
         start = f"PLAIN | HEAD {opened}"
         rules += [f"PLAIN: /{_ANY_TEXT}/", f"HEAD: /({_ANY_TEXT}\\n\\n)?</"]

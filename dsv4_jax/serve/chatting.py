@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -22,6 +23,12 @@ LONG = 1 << 14  # characters from which on a conversation is not encoded in the 
 _MAX_MESSAGES, _MAX_TOOLS = 20_000, 1024
 _DEFAULT = {False: 8192, True: 65536}  # tokens of an answer without and with reasoning, as its vendor has them
 _HARDEST = 131072
+_FIELD = re.compile(  # ours begin with the field; the package has sentences of its own
+    r"(?P<tool_choice>tool_choice)|(?P<reasoning_effort>reasoning_effort)|(?P<thinking>thinking)"
+    r"|(?P<chat_template_kwargs>chat_template_kwargs)"
+    r"|(?P<response_format>response_format|Invalid json schema|.*`json_object`, `json_schema`)"
+    r"|(?P<tools>tools|the tool |Tool names|Invalid 'tools|Invalid schema for function)"
+)
 
 
 class Conversation:
@@ -80,8 +87,8 @@ class Chats:
 
 def _field(message: str) -> str:
     """The field that an error of the encoder is about."""
-    names = ("tool_choice", "tools", "reasoning_effort", "response_format", "thinking", "chat_template_kwargs")
-    return next((name for name in names if message.startswith(name)), "messages")
+    found = _FIELD.match(message)
+    return next(name for name, there in found.groupdict().items() if there) if found else "messages"
 
 
 async def chat_completions(front: Any, request: Request) -> Any:

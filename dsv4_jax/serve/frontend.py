@@ -72,6 +72,9 @@ def guarded(config: Config) -> Any:
                 if self._head > config.head_bytes:
                     self._end(long)
 
+        def send_400_response(self, msg: str) -> None:
+            self._end(_plain(400, ApiError(400, "this is no request of HTTP", code="invalid_http")))
+
         def pause_writing(self) -> None:
             super().pause_writing()
             if self._stall is None:

@@ -12,6 +12,8 @@ import deepseek_recipe as recipe
 import msgspec
 from starlette.requests import Request
 
+from ..chat.encoding import check_texts
+from ..errors import RequestError
 from .chatting import Chats, begin, chats_of
 from .completions import finite
 from .generation import SILENCE, Generation, Piece
@@ -58,6 +60,11 @@ class _Asked:
             .with_thinking_max_tokens_upper_bound(_MOST)
             .with_non_thinking_max_tokens_upper_bound(_MOST)
         )
+        field = "input" if kind is _RESPONSES else "messages"
+        try:
+            check_texts(body.get(field))
+        except RequestError as error:
+            raise invalid(field, str(error)) from None
         data = msgspec.json.encode(body.fields)
         self.echo = self.spaces = None
         try:
@@ -89,8 +96,6 @@ def _as_chat(conversation: Any, body: Body) -> dict[str, Any]:
     """A conversation of the package as a request of `/v1/chat/completions`."""
     turns: list[dict[str, Any]] = []
     for message in conversation.messages:
-        if message.image_sources:
-            raise ApiError(400, "the model reads texts only, and a message has an image", param="messages")
         turn: dict[str, Any] = {"role": message.role, "content": message.content}
         if message.reasoning_content is not None:
             turn["reasoning_content"] = message.reasoning_content

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -87,6 +88,21 @@ def test_what_users_type_is_never_a_mark():
     assert chat.tokenizer.decode(ids).count(typed) == 10
 
 
+def test_characters_for_private_use_stay_where_they_are():
+    """Also in schemas, and in arguments that spell them as JSON may."""
+    odd = "a\U000f0000b\U000f0001c\U000f0002d"
+    schema = {"type": "object", "description": odd}
+    form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+    assert odd in text_of([user("a")], thinking=False, response_format=form)
+    tools = [{"type": "function", "function": {"name": "f", "description": odd, "parameters": schema}}]
+    assert text_of([user("a"), {"role": "developer", "content": "b"}], tools, thinking=False).count(odd) == 2
+    for told in (json.dumps({"a": odd}), json.dumps({"a": odd}).upper().replace("\\U", "\\u")):
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": told}}
+        turns = [user("a"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+        text = text_of([*turns, {"role": "tool", "tool_call_id": "c", "content": "x"}], thinking=False)
+        assert odd.lower() in text.lower()
+
+
 def test_what_is_no_conversation_is_refused():
     pytest.importorskip("deepseek_recipe")
     deep: Any = []
@@ -98,7 +114,8 @@ def test_what_is_no_conversation_is_refused():
         ("a", {}), ([], {}), (["a"], {}), ([{"content": "a"}], {}), ([{"role": "king", "content": "a"}], {}),
         ([{"role": "user", "content": 7}], {}), ([{"role": "user"}], {}), ([user("\ud800")], {}),
         ([{"role": "user", "content": deep}], {}), ([user("a") | {"task": "sing"}], {}),
-        ([{"role": "user", "content": [picture]}], {"model": "v4.1"}),
+        ([{"role": "user", "content": [picture]}], {"model": "v4.1"}), ([{"role": "user", "content": [picture]}], {}),
+        ([{"role": "user", "content": [{"type": "file", "file": {"file_id": "x"}}]}], {}),
         ([*a, {"role": "tool", "tool_call_id": "x", "content": "b"}], {}),
         ([*a, {"role": "assistant", "content": "", "tool_calls": [call]}], {}),
         ([*a, {"role": "developer", "content": [{"type": "x"}]}], {}),

@@ -69,6 +69,17 @@ def test_a_required_call_is_a_call_and_json_is_json(tmp_path):
     for _ in range(5):
         assert json.loads(drawn(chat, masks, asked, prompt, rng).content)["k"] in (True, False)
     assert constraint(chat.prompt([user("a")], [TOOL]), chat.tokenizer) is None
+    prompt = chat.prompt([user("json")], tools, thinking=False, response_format=form)
+    asked = constraint(prompt, chat.tokenizer, response_format=form)
+    assert asked is not None
+    found = {"calls": 0, "content": 0}
+    for _ in range(12):
+        parser = drawn(chat, masks, asked, prompt, rng)
+        if parser.finish_reason == "length":
+            continue
+        found["calls" if parser.calls else "content"] += 1
+        assert parser.content == "" if parser.calls else json.loads(parser.content)["k"] in (True, False)
+    assert all(found.values()), "with tools an answer is JSON, or calls"
 
 
 def test_what_cannot_be_held_is_refused(tmp_path):

@@ -126,6 +126,21 @@ def test_errors_are_openais(client):
             chat(client, **change)
         assert caught.value.body["message"] and "type" in caught.value.body
     assert caught.value.param == "logit_bias"
+    strict = {"type": "function", "function": TOOL | {"parameters": PARAMETERS | {"allOf": []}}}
+    for field, value in (
+        ("response_format", {"type": "xml"}),
+        ("response_format", {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "strin"}}}),
+        ("response_format", {"type": "regex", "regex": "("}),
+        ("response_format", "json_object"),
+        ("tools", [*TOOLS, *TOOLS]),
+        ("tools", [strict]),
+        ("tools", [{"type": "function", "function": {"name": "a b"}}]),
+        ("tools", [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]),
+        ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a/b.png"}}]}]),
+    ):
+        with pytest.raises(openai.BadRequestError) as caught:
+            chat(client, **{field: value})
+        assert caught.value.param == field, value
     assert [model.id for model in client.models.list()] == ["tiny"]
 
 
@@ -150,6 +165,9 @@ def test_responses(client):
     assert called.output[0].type == "function_call" and set(json.loads(called.output[0].arguments)) == {"city", "days"}
     with pytest.raises(openai.BadRequestError):
         client.responses.create(**asked, previous_response_id="resp_1")
+    for part in ({"type": "input_image", "image_url": "http://a/b.png"}, {"type": "input_file", "file_id": "x"}):
+        with pytest.raises(openai.BadRequestError):
+            client.responses.create(**asked | {"input": [{"role": "user", "content": [part]}]})
 
 
 def test_messages(claude):
@@ -171,7 +189,20 @@ def test_messages(claude):
     stop = text[len(text) // 2 :][:2]
     cut = claude.messages.create(**asked, stop_sequences=[stop])
     assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", stop)
-    for kind, change in ((anthropic.NotFoundError, {"model": "other"}), (anthropic.BadRequestError, {"messages": []})):
+    picture = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+    used = {"type": "tool_use", "id": "x", "name": "f", "input": {"type": "image"}}
+    turns = [*ASKED[1:], {"role": "assistant", "content": [used]}]
+    result = {"type": "tool_result", "tool_use_id": "x", "content": "a"}
+    assert claude.messages.create(**asked | {"messages": [*turns, {"role": "user", "content": [result]}]}).content
+    for kind, change in (
+        (anthropic.NotFoundError, {"model": "other"}),
+        (anthropic.BadRequestError, {"messages": []}),
+        (anthropic.BadRequestError, {"messages": [{"role": "user", "content": [picture]}]}),
+        (
+            anthropic.BadRequestError,
+            {"messages": [*turns, {"role": "user", "content": [result | {"content": [picture]}]}]},
+        ),
+    ):
         with pytest.raises(kind) as caught:
             claude.messages.create(**asked | change)
         assert caught.value.body["type"] == "error"

@@ -137,7 +137,9 @@ def test_bodies_that_are_no_objects(stand, data):
 
 
 def test_routes_that_are_not_there(stand):
-    for method, path, wanted in (("GET", "/v1/nothing", 404), ("GET", "/v1/completions", 405), ("PUT", "/", 405)):
+    for method, path, wanted in (
+        ("GET", "/v1/nothing", 404), ("GET", "/v1/completions", 405), ("PUT", "/", 405), ("NONSENSE", "/health", 400),
+    ):  # fmt: skip
         status, _, data = stand.ask(method, path)
         assert status == wanted and json.loads(data)["error"]["message"]
 

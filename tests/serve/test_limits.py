@@ -222,6 +222,7 @@ def test_keys_origins_and_names(tmp_path):
             ({"host": "server.example:443"}, 200),
             ({"origin": "https://evil.example"}, 403),
             ({"origin": "null"}, 403),
+            ({"origin": "http://["}, 403),
             ({"origin": f"http://localhost:{stand.port}", "host": f"localhost:{stand.port}"}, 200),
             ({"origin": "https://good.example"}, 200),
         ):
