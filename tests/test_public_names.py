@@ -81,6 +81,8 @@ def test_what_a_page_names_in_its_text_exists(page: pathlib.Path) -> None:
         for room, path in re.findall(r"(?<![\w./-])(dsv4_jax|dsv4|stores|tiers)((?:\.\w+)+)", quoted):
             value: object = rooms[room]
             for name in path.split(".")[1:]:
+                if inspect.ismodule(value) and not hasattr(value, name):
+                    importlib.import_module(f"{value.__name__}.{name}")
                 value = getattr(value, name)  # or the page is wrong
 
 
