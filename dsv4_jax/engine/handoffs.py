@@ -20,8 +20,8 @@ _REMEMBERED = 1024  # requests that have ended, of which parts may still come
 class Remote(Protocol):
     """What brings prompts from host to host, beside the steps: a `RemoteDriver`, say."""
 
-    def export(self, request: Request, *, seconds: float) -> Handoff:
-        """Exports what the request has computed; `take_handoffs` has it when its bytes can be read."""
+    def export(self, request: Request, *, seconds: float, peer: str | None = None) -> Handoff:
+        """Exports what the request has computed, for this host; `take_handoffs` has it when its bytes can be read."""
         ...
 
     def take_handoffs(self) -> list[Handoff]:
@@ -99,7 +99,7 @@ class Handoffs:
         if job.lease is not None and job.lease not in self._manager.leases.active:
             raise HandoffError("lease", _OVER)
         while True:
-            handoff = self._remote.export(request, seconds=self._seconds)
+            handoff = self._remote.export(request, seconds=self._seconds, peer=job.prompt.export_to)
             job.lease = handoff.lease
             self._leases[handoff.lease] = job
             if handoff.last or not handoff.blocks:

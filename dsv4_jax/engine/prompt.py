@@ -52,6 +52,8 @@ class Prompt:
         export: its blocks are computed for another host, and it ends as "handoff" when all is told. Called in the
             engine's thread with each part, as soon as it can be read (`Handoff.to_json`), to be sent to the engine that
             goes on (`Engine.receive`); again, until the lease is over, with parts that were lost.
+        export_to: name of the transport of the host that is to go on (`RecordTransport.name` there): its word alone
+            ends the lease, whose pages count as its share (`LeaseShares.peer`). None: of the first host that says one.
         peer: the host that computes its prefix (`RecordTransport.connect`): it waits, for `Limits.patience` after each
             part, and what has not come by then is computed here.
         id: any hashable that no other request of the engine has; default: a number that only grows.
@@ -76,6 +78,7 @@ class Prompt:
     reuse: Literal["output", "prompt"] = "output"
     score: bool = False
     export: Callable[[bytes], object] | None = None
+    export_to: str | None = None
     peer: Peer | None = None
     id: Hashable | None = None
 
@@ -113,6 +116,8 @@ class Prompt:
             raise RequestError("score: of one text of two tokens at least, which no other host has to do with")
         if self.export is not None and (self.n > 1 or self.peer is not None):
             raise RequestError("export: what is handed off is one request, and computed here")
+        if self.export_to is not None and (self.export is None or not isinstance(self.export_to, str)):
+            raise RequestError(f"export_to must be the name of a transport, with export, got {shown(self.export_to)}")
         if self.peer is not None and not hasattr(self.peer, "error"):
             raise RequestError(f"peer must be a Peer or None, got {shown(self.peer)}")
 

@@ -39,7 +39,10 @@ else:
 __all__ = ["DynamoWorker", "main"]
 
 NEAR = {tier: "GPU" for tier in Tier if tier}  # a block on the host is as good a hit: one medium
-CONTROLS = {name: name for name in ("pause", "resume", "sleep", "wakeup")} | {"reset": "forget"}  # of the engine
+# By Dynamo's name, the engine's. Its runtime takes the worker out of discovery before the first two, and back after the
+# next two have succeeded: under these names alone.
+CONTROLS = {"sleep": "sleep", "pause_generation": "pause", "wake_up": "wakeup", "resume_generation": "resume"}
+CONTROLS |= {"reset": "forget"}
 TICK = 0.2  # seconds between what is told of load, at most
 _log = logging.getLogger(__name__)
 
@@ -265,9 +268,14 @@ class DynamoWorker(_Base):
     async def engine_control(self, control: str, body: dict[str, Any]) -> dict[str, Any]:
         if control not in CONTROLS:
             return {"status": "error", "message": f"no such control: {control}"}
-        return await self._done(
-            getattr(self.engine, CONTROLS[control]), **({"keep": body["keep"]} if "keep" in body else {})
-        )
+        assert self.engine is not None  # it is between `start` and `cleanup`
+        if control == "wake_up" and self.engine.health().ready:  # it did not sleep, and has to come back all the same
+            return {"status": "ok"}
+        keep = {"keep": body["keep"]} if "keep" in body else {}
+        done = await self._done(getattr(self.engine, CONTROLS[control]), **keep)
+        if control in ("wake_up", "resume_generation") and not self.engine.health().ready:
+            done["is_sleeping"] = True  # or paused: Dynamo's runtime does not take it back yet
+        return done
 
     def supported_updates(self) -> set[str]:
         return {"weights"}

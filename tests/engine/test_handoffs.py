@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -202,6 +203,27 @@ def test_a_host_that_is_lost_is_told_of_and_comes_back(side):
     nobody_reads(sender)
 
 
+def test_who_is_named_alone_ends_the_hand_off(side):
+    """Another host that knows the lease does not; pages count as the named one's; both pages of numbers say it."""
+    sender, taker, stranger = side(), side(), side()
+    name, parts = taker.transport.name, list[bytes]()
+    ended = sender.engine.add(Prompt(tokens=PROMPT, export=parts.append, export_to=name)).result(PATIENCE)
+    assert ended.finish == "handoff"
+    foreign = stranger.transport.connect(sender.transport.published)
+    stranger.transport.notify(foreign, json.dumps({"acknowledge": ended.lease}).encode())
+    eventually(lambda: sender.executor.driver.counts["foreign"])
+    held = sender.engine.managers[0].stats().handoffs
+    assert held.leases == 1 and held.peers == {name: held.lease_pages} and held.lease_pages >= 9
+    peer = taker.transport.connect(sender.transport.published)
+    there = taker.engine.add(Prompt(tokens=PROMPT, max_new_tokens=6, peer=peer))
+    for part in parts:
+        taker.engine.receive(there.id, part)
+    assert there.result(PATIENCE).cached == 9 * BLOCK
+    lease_over(sender)
+    assert re.search(r'dsv4_transport_bytes_total{engine="loopback",[^}]*} [1-9]', taker.engine.metrics())
+    assert re.search(r'dsv4_transport_notices_total{engine="loopback",[^}]*} [1-9]', sender.engine.metrics())
+
+
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("when", ["before", "in the middle", "after"])
 def test_an_abort_where_it_goes_on_ends_what_comes(side, when, n):
@@ -389,6 +411,6 @@ def test_an_engine_without_a_transport_refuses():
     many = Server(shards=2)
     with pytest.raises(PlanError, match="one data shard"):
         Core(many.managers, many.executor.shapes, remote=object())
-    for options in (dict(n=2), dict(peer=7), dict(export=7)):
+    for options in (dict(n=2), dict(peer=7), dict(export=7), dict(export_to=7), dict(export_to="x", export=None)):
         with pytest.raises(RequestError):
             Prompt(**{"tokens": [1], "export": print} | options)

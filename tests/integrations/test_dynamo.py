@@ -94,18 +94,29 @@ class Cluster:
     def wait(self, workers: int) -> None:
         """Until the frontend answers, and knows so many."""
         until = time.monotonic() + PATIENCE
-        instances = self.logs / "discovery" / "v1" / "instances"
         while True:
             for name, process in self.processes.items():
                 assert process.poll() is None, (self.logs / f"{name}.log").read_text()[-3000:]
-            if sum("generate" in str(path) for path in instances.rglob("*") if path.is_file()) >= workers:
+            if self.registered() >= workers:
                 try:
                     if self.ask("/v1/models")["data"]:
                         return
                 except OSError:
                     pass
-            assert time.monotonic() < until, [path.name for path in instances.rglob("*")]
+            assert time.monotonic() < until, [*self.logs.rglob("*")]
             time.sleep(0.1)
+
+    def registered(self) -> int:
+        """Workers that discovery has."""
+        instances = self.logs / "discovery" / "v1" / "instances"
+        return sum("generate" in str(path) for path in instances.rglob("*") if path.is_file())
+
+    def wait_for(self, workers: int) -> None:
+        """Until that many are registered."""
+        until = time.monotonic() + PATIENCE
+        while self.registered() != workers:
+            assert time.monotonic() < until, [*self.logs.rglob("*")]
+            time.sleep(0.05)
 
     def open(self, path: str, body: Any = None, port: int | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
@@ -194,9 +205,16 @@ def test_two_workers_behind_a_frontend(cluster) -> None:
     with pytest.raises(urllib.error.HTTPError) as refused:
         here.chat("far too long " * 2000)
     assert refused.value.code == 400 and "the context is 2048" in refused.value.read().decode()
-    assert here.ask("/engine/control/pause", {}, here.ports["two"]) == {"status": "ok"}
-    assert here.ask("/engine/control/resume", {}, here.ports["two"]) == {"status": "ok"}
     assert here.ask("/engine/control/reset", {}, here.ports["two"]) == {"status": "ok"}
+    # A worker that sleeps gets nothing, and is back in discovery when it has woken up.
+    added = here.metric("two", "dsv4_engine_added_total")
+    for off, on in (("sleep", "wake_up"), ("pause_generation", "resume_generation")):
+        assert here.ask(f"/engine/control/{off}", {}, here.ports["two"]) == {"status": "ok"}
+        here.wait_for(1)
+        assert here.chat("Are you there?")["usage"]["completion_tokens"] == 12
+        assert here.metric("two", "dsv4_engine_added_total") == added, "the other one answers"
+        assert here.ask(f"/engine/control/{on}", {}, here.ports["two"]) == {"status": "ok"}
+        here.wait_for(2)
     assert here.metric("two", "vllm:num_requests_running") == 0
 
     # One is killed with streams on it: the frontend sends them to the other, and their texts are those of a lone run.
@@ -357,7 +375,12 @@ def test_a_worker_without_a_frontend(folder) -> None:
         assert again["prompt_tokens_details"]["cached_tokens"] == 64
         assert await worker.engine_control("reset", {}) == {"status": "ok"}
         await until(lambda: not told.blocks)
-        assert (await worker.engine_control("sleep", {}))["status"] == "error", "a shadow cannot"
+        ok, not_yet = {"status": "ok"}, {"status": "ok", "is_sleeping": True}
+        for control, answer in (("sleep", ok), ("pause_generation", ok), ("wake_up", not_yet), ("sleep", ok)):
+            assert await worker.engine_control(control, {}) == answer
+        assert (await worker.engine_control("sleep", {}))["status"] == "error"
+        for control, answer in (("resume_generation", not_yet), ("wake_up", ok), ("wake_up", ok)):
+            assert await worker.engine_control(control, {}) == answer
         assert (await worker.engine_control("explode", {}))["status"] == "error"
         assert (await worker.engine_update("weights", {"path": "/nowhere"}))["status"] == "error"
         for wrong in ({"token_ids": [*range(3000)]}, {"token_ids": []}, {"token_ids": [200_000]}):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 
 from dsv4_jax import AttentionType, CacheLayout, CacheSize, DSV4Config
 from dsv4_jax.engine import Core, Engine, Limits, ShadowExecutor, shapes_of
@@ -11,6 +12,16 @@ from dsv4_jax.integrations.dynamo import DynamoWorker, main
 from dsv4_jax.manager import CachePolicy, EventLog, KVCacheManager
 
 VOCAB = 129_280  # V4's
+
+
+class SleepyExecutor(ShadowExecutor):
+    """It has no memory to give up."""
+
+    def sleep(self, leave: Callable[[], object]) -> None:
+        leave()
+
+    def wakeup(self) -> None:
+        pass
 
 
 class ShadowWorker(DynamoWorker):
@@ -22,7 +33,7 @@ class ShadowWorker(DynamoWorker):
         size = CacheSize(600, 4, 128, num_snapshots=60)
         manager = KVCacheManager(layout, size, policy=CachePolicy(), events=EventLog(details=True))
         shapes = shapes_of([manager], 128)
-        executor = ShadowExecutor(shapes, VOCAB, on_get=lambda: time.sleep(0.02))  # a step: streams take a while
+        executor = SleepyExecutor(shapes, VOCAB, on_get=lambda: time.sleep(0.02))  # a step: streams take a while
         return Engine(Core(manager, shapes), executor), None
 
 
