@@ -323,7 +323,7 @@ class EventPublisher:
         self._rank = check_integer("rank", shard if rank is None else rank, error=OptionError)
         self._announcer = announcer or Announcer()
         source.events(0, shard=shard)  # which says what is wrong with it
-        self._kept = collections.deque[tuple[int, bytes]](maxlen=kept)
+        self._kept = collections.deque[tuple[int, Any]](maxlen=kept)  # messages of ZeroMQ's own, whoever they wait for
         self._bytes = self._seen = self.sent = 0
         self.error: Exception | None = None
         self._context = zmq.Context()
@@ -391,7 +391,7 @@ class EventPublisher:
         number, kept = self.sent, self._kept
         if len(kept) == kept.maxlen:
             self._bytes -= len(kept.popleft()[1])
-        kept.append((number, payload))
+        kept.append((number, self._zmq.Frame(payload, copy=True)))
         self._bytes += len(payload)
         while self._bytes > self._kept_bytes and len(kept) > 1:
             self._bytes -= len(kept.popleft()[1])
@@ -405,7 +405,9 @@ class EventPublisher:
         who, _, first = frames
         for number, payload in self._kept:
             if number >= int.from_bytes(first, "big"):
-                self._replay.send_multipart((who, b"", self._topic, number.to_bytes(8, "big"), payload))
+                for part in (who, b"", self._topic, number.to_bytes(8, "big")):
+                    self._replay.send(part, self._zmq.SNDMORE)
+                self._replay.send(payload, copy=False)
         self._replay.send_multipart((who, b"", b"", END, b""))
 
 

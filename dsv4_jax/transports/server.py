@@ -120,9 +120,10 @@ class SocketServer:
         self._threads: dict[socket.socket, threading.Thread] = {}
         self._unnamed: dict[socket.socket, None] = {}  # the oldest first
         self._places: dict[socket.socket, str] = {}  # the oldest first
-        self._known: collections.OrderedDict[str, None] = collections.OrderedDict()
+        self._mine: collections.OrderedDict[str, None] = collections.OrderedDict()  # that this host connects to
+        self._known: collections.OrderedDict[str, None] = collections.OrderedDict()  # that have said something
         self._large = threading.BoundedSemaphore(_MAX_LARGE)
-        self.counts: collections.Counter[str] = collections.Counter()
+        self.counts = collections.Counter(accepted=0, strangers=0, refused=0)
         self._closed = False
         self._events = select.epoll() if hasattr(select, "epoll") else select.poll()
         self._events.register(self._listener, select.POLLIN)
@@ -130,12 +131,15 @@ class SocketServer:
         self._thread.start()
 
     def know(self, name: str) -> None:
-        """Keeps a place for this peer: one that this host connects to, or that was here before."""
+        """Has a place for this peer at all times, as this host connects to it: others give way."""
+        self._remember(self._mine, name)
+
+    def _remember(self, names: collections.OrderedDict[str, None], name: str) -> None:
         with self._lock:
-            self._known[name] = None
-            self._known.move_to_end(name)
-            if len(self._known) > _MAX_KNOWN:
-                self._known.popitem(last=False)
+            names[name] = None
+            names.move_to_end(name)
+            if len(names) > _MAX_KNOWN:
+                names.popitem(last=False)
 
     def close(self) -> None:
         """Ends all connections and threads."""
@@ -293,7 +297,13 @@ class SocketServer:
             if len(mine) >= MAX_PLACES_OF_ONE:
                 cut(mine[0])
                 del self._places[mine[0]]
-            free = MAX_PLACES - len(self._places) - (0 if name in self._known else RESERVED_PLACES)
+            is_mine = name in self._mine
+            free = MAX_PLACES - len(self._places) - (0 if is_mine or name in self._known else RESERVED_PLACES)
+            other = next((each for each, owner in self._places.items() if owner not in self._mine), None)
+            if free <= 0 and is_mine and other is not None:
+                cut(other)
+                del self._places[other]
+                free = 1
             if free > 0:
                 self._places[connection] = name
         if free <= 0:
@@ -312,7 +322,7 @@ class SocketServer:
         if what not in (ASK, TELL, PING) or size > {ASK: MAX_ASK, TELL: MAX_TELL, PING: 0}[what]:
             raise ValueError("no frame of ours")
         if sender not in self._known:
-            self.know(sender)
+            self._remember(self._known, sender)
         if what == TELL:
             self._take(connection, sender, size)
         elif what == PING:

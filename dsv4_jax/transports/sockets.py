@@ -78,7 +78,8 @@ class SocketEngine:
     @property
     def counts(self) -> Counter[str]:
         counts = Counter({"dropped": self._inbox.dropped})
-        return counts + self._server.counts if self._server is not None else counts
+        counts.update({} if self._server is None else self._server.counts)
+        return counts
 
     def register(self, host: str, pages: Pages) -> bytes:
         self._host, self._pages = host, pages

@@ -222,6 +222,7 @@ def test_who_is_named_alone_ends_the_hand_off(side):
     lease_over(sender)
     assert re.search(r'dsv4_transport_bytes_total{engine="loopback",[^}]*} [1-9]', taker.engine.metrics())
     assert re.search(r'dsv4_transport_notices_total{engine="loopback",[^}]*} [1-9]', sender.engine.metrics())
+    assert re.search(r'dsv4_transport_refused_total{engine="loopback",[^}]*} 0', sender.engine.metrics()), "not missing"
 
 
 @pytest.mark.parametrize("n", [1, 2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import random
 import sys
 import threading
@@ -28,7 +29,9 @@ from dsv4_jax.integrations.kv_events import (
 from dsv4_jax.manager import MediaItem, Namespace
 from dsv4_jax.manager.prefix.node import copies
 
+from ..clock import PATIENCE
 from ..engine.serving import BLOCK, CFG, Seeded, Server
+from ..transports.test_bounds import resident
 
 MEDIUM = {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.STORAGE: "STORAGE"}
 
@@ -327,6 +330,42 @@ def test_a_subscriber_and_one_that_comes_late_know_the_same() -> None:
         stored = next(event for event in told(heard) if last in event["block_hashes"])
         assert stored["type"] == "BlockStored" and stored["block_size"] == BLOCK and stored["medium"] == "GPU"
         assert ([7, 4] * 30)[:48][-len(stored["token_ids"]) :] == stored["token_ids"]
+
+
+class Many:
+    """A source of so many messages of 64 KiB or more."""
+
+    count = 256
+
+    def events(self, since: int = 0, *, shard: int = 0, timeout: float | None = None) -> tuple[list, int]:
+        if since >= self.count:
+            time.sleep(timeout or 0)
+        return [None] * (since < self.count), 0
+
+    def update(self, events: list, missed: int = 0) -> list[Removed]:
+        return [Removed("GPU", (b"\xff" * 32,) * 8000)]
+
+
+def test_askers_that_do_not_read_share_what_is_kept_for_them() -> None:
+    zmq = pytest.importorskip("zmq")
+    pytest.importorskip("msgspec")
+    many, where = Many(), "tcp://127.0.0.1:0"
+    options: dict = dict(replay_endpoint=where, topic="kv@pod@model", announcer=many)
+    with EventPublisher(many, where, **options) as publisher, zmq.Context() as context, contextlib.ExitStack() as crowd:
+        until = time.monotonic() + PATIENCE
+        while publisher.sent < many.count:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        before = resident()
+        for _ in range(24):
+            asker = crowd.enter_context(context.socket(zmq.DEALER))
+            for option, value in ((zmq.LINGER, 0), (zmq.RCVHWM, 1), (zmq.RCVBUF, 4096)):
+                asker.setsockopt(option, value)
+            asker.connect(publisher.replay_endpoint)
+            asker.send_multipart((b"", bytes(8)))
+        kept = dict(replayed(zmq, publisher))
+        assert [*kept] == [*range(many.count)] and len(kept[255]) > 1 << 16, "and others are answered"
+        assert resident() - before < 64 << 20, "not sixteen megabytes and more for each"
 
 
 def test_a_publisher_for_each_data_rank_and_refusals() -> None:

@@ -197,6 +197,34 @@ def test_places_are_kept_for_peers_that_are_known(listening, monkeypatch):
     assert listening.counts["refused"] == 1
 
 
+def test_a_crowd_that_was_here_before_takes_no_place_of_a_peer_of_this_host(listening, monkeypatch):
+    """One host under many names, each of which has said something: known, and forgetting nobody else."""
+    monkeypatch.setattr(server, "MAX_PLACES", 6)
+    monkeypatch.setattr(server, "RESERVED_PLACES", 2)
+    monkeypatch.setattr(server, "_MAX_KNOWN", 8)
+    friend = Identity()
+    listening.know("me-" + friend.mark)
+    hostile = [Identity() for _ in range(12)]
+    with contextlib.ExitStack() as crowd:
+
+        def come(me) -> socket.socket:
+            connection = crowd.enter_context(join(listening.reach, me))
+            connection.sendall(wire.FRAME.pack(wire.PING, 0))
+            assert wire.read(connection, 5) == wire.FRAME.pack(wire.GOOD, 0)
+            return connection
+
+        for me in hostile:
+            come(me).close()
+            until(lambda: not listening._places)
+        here = [come(me) for me in hostile[-6:]]
+        come(friend)
+        assert rest_of(here[0]) == b"", "the oldest gives way"
+        for me in hostile[-4:]:
+            with contextlib.suppress(ValueError, OSError):
+                come(me)
+        assert "me-" + friend.mark in listening._places.values()
+
+
 def test_one_peer_has_few_places_and_its_oldest_gives_way(listening):
     me = Identity()
     with contextlib.ExitStack() as crowd:
