@@ -71,7 +71,11 @@ def test_full_queues_say_so_at_once(tmp_path):
 
 def test_who_does_not_read_stalls_nobody(tmp_path):
     """What is written to it is bounded; after a while it is cut off, and its request ends."""
-    with Stand(tmp_path, stall_s=0.25, slots=32) as stand, socket.socket() as stalled:
+    device = threading.Event()  # never set: a step takes a while, in which other threads run, as beside a device
+    with (
+        Stand(tmp_path, stall_s=0.25, slots=32, on_get=lambda: device.wait(0.003)) as stand,
+        socket.socket() as stalled,
+    ):
         data = json.dumps(LONG | {"n": 100, "stream": True, "return_token_ids": True, "logprobs": 5}).encode()
         stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         stalled.connect(("127.0.0.1", stand.port))
