@@ -169,16 +169,14 @@ class _Talk:
         while True:
             try:
                 line = self._read()
-            except KeyboardInterrupt:
-                self._show("\n")
-                continue
-            if line is None or line.strip() in ("/exit", "/quit"):
-                return
-            try:
+                if line is None or line.strip() in ("/exit", "/quit"):
+                    return
                 if line.startswith("/") and not line.startswith("//"):
                     self._command(*[*line.split(maxsplit=1), ""][:2])
                 elif line.strip():
                     self._answer(engine, line.removeprefix("/") if line.startswith("//") else line)
+            except KeyboardInterrupt:  # at the prompt, or just as an answer ended
+                self._show("\n")
             except RequestError as error:
                 say(one_line(error))
 

@@ -69,6 +69,18 @@ _LONGEST_NAME = 255
 _VANISHED = 30  # seconds after which a machine that says nothing at all is gone
 
 
+class _Closing(ssl.SSLSocket):
+    """Of a connection that was reset before TLS began, which `wrap_socket` leaves open before Python 3.13."""
+
+    def recv(self, buflen: int = 1024, flags: int = 0) -> bytes:
+        """As it looks for bytes on a socket that is not connected; nothing else here calls it."""
+        try:
+            return super().recv(buflen, flags)
+        except OSError:
+            self.close()
+            raise
+
+
 @dataclasses.dataclass(frozen=True)
 class Tls:
     """Paths of PEM files: what this host shows, and who vouches for the others.
@@ -86,6 +98,7 @@ class Tls:
     def context(self, server: bool) -> ssl.SSLContext:
         """TLS 1.3, both ends known. Raises `TransferError` if a file cannot be used."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+        context.sslsocket_class = _Closing
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         if server:
             context.num_tickets = 0

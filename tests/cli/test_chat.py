@@ -19,16 +19,16 @@ from dsv4_jax.cli import main
 from dsv4_jax.engine import ShadowExecutor
 from dsv4_jax.text import BYTE_TOKENS, save_byte_tokenizer
 
+from ..clock import PATIENCE
 from .refusals import refused
 
 FIRST = BYTE_TOKENS - 256
 CFG = DSV4Config.tiny(vocab_size=300)
 CLOSE = 5  # the id of </think>
-PATIENCE = 20.0  # seconds until a terminal that says nothing more is given up
 
 
 class Letters(ShadowExecutor):
-    """Draws "abc" behind "</think>" if it reasons, then the end; of long conversations letters without end."""
+    """Draws "abc" behind "</think>" if it reasons, then the end; of long conversations 500 letters a second."""
 
     def __init__(self, params, cache, shapes, **options):
         super().__init__(shapes, cache.layout.cfg.vocab_size)
@@ -37,6 +37,7 @@ class Letters(ShadowExecutor):
 
     def _draw(self, seed, place, fed, mask):
         if place > 400:
+            time.sleep(0.002)
             return FIRST + ord("z")
         return {4: FIRST + ord("r"), FIRST + ord("r"): CLOSE, CLOSE: FIRST + ord("a"), FIRST + ord("c"): 1}.get(
             fed, fed + 1
@@ -138,8 +139,18 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self.end, text.encode())
 
+    def interrupt_prompt(self) -> None:
+        """Ctrl-C, again where nothing happens: between its prompt and its wait for keys Python's readline misses it."""
+        for _ in range(10):
+            self.type("\x03")
+            if select.select([self.end], [], [], 2.0)[0]:
+                break
+        self.read("> ")
+        self.type("/think on\n")
+        self.read("thinking on")
+        self.read("> ")
 
-@pytest.mark.slow  # Ctrl-C at the prompt is lost at times: the cause is not found yet
+
 def test_in_a_terminal(checkpoint):
     """Reasoning is dimmed; Ctrl-C ends an answer, and what it was drawing; then a question is answered as before."""
     terminal = Terminal("chat", "--checkpoint", str(checkpoint), *ARGV, "--max-new-tokens", "1000000")
@@ -149,8 +160,7 @@ def test_in_a_terminal(checkpoint):
         shown = terminal.read("cached")
         assert "\x1b[2mr\x1b[0m\r\n\r\nabc\r\n" in shown and "\x1b[2m5 tokens" in shown
         terminal.read("> ")
-        terminal.type("\x03")
-        terminal.read("> ")
+        terminal.interrupt_prompt()
         terminal.type("/system " + "long " * 90 + "\n")
         terminal.read("> ")
         terminal.type("Two\n")

@@ -7,8 +7,10 @@ import dataclasses
 import json
 import os
 import pathlib
+import select
 import socket
 import statistics
+import struct
 import subprocess
 import sys
 import threading
@@ -573,6 +575,23 @@ def test_tls_is_of_both_ends_and_of_one_authority(tmp_path):
             here.read(here.connect(elsewhere.publish(LAYOUT, pool(1))), "block", [1], [1], None).wait(PATIENCE)
     with pytest.raises(TransferError, match="TLS"):
         open_engine("sockets", tls=dataclasses.replace(mine, key=tmp_path / "none.pem"))
+
+
+@pytest.mark.parametrize("is_server", [False, True])
+def test_a_connection_that_is_reset_before_tls_begins_is_closed(tmp_path, is_server):
+    context = certificates(tmp_path / "tls").context(is_server)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        other = socket.create_connection(listener.getsockname())
+        ours = listener.accept()[0]
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        other.close()
+        assert select.select([ours], [], [], PATIENCE)[0]
+        number = ours.fileno()
+        name = None if is_server else "localhost"
+        with pytest.raises(ConnectionResetError):
+            context.wrap_socket(ours, is_server, do_handshake_on_connect=False, server_hostname=name)
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(number)
 
 
 def test_unknown_and_missing_engines(monkeypatch):
