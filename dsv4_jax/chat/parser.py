@@ -93,7 +93,8 @@ class Parser:
         calls: so far.
         reasoning_tokens: ids of the reasoning.
         stopped: one of `stops` was found: nothing more is read.
-        finish_reason: "tool_calls", "stop", "length" or what `end` was told; None before.
+        finish_reason: "tool_calls" if all calls have ended, and the answer by itself; else "stop", "length" or what
+            `end` was told; None before.
 
     Raises:
         RequestError: `model`, `tools`, `start` or `stops` are none.
@@ -162,7 +163,8 @@ class Parser:
             self._text(self._stream.end())
             self._cut()
             reason = "stop" if self.stopped or self._ended else finish
-            self.finish_reason = "tool_calls" if reason == "stop" and self.calls else reason
+            whole = bool(self.calls) and self._open is None  # a call that did not end is none to be made
+            self.finish_reason = "tool_calls" if reason == "stop" and whole else reason
         return self._taken()
 
     def message(self) -> dict[str, Any]:

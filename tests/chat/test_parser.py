@@ -156,6 +156,21 @@ def test_a_cut_answer_keeps_what_was_streamed():
         assert read(parser, ids_of(text), "length", None)["content"] == content
 
 
+def test_a_call_that_did_not_end_is_none_to_be_made():
+    """An end of the answer within a call leaves arguments that are no JSON, or that lack some."""
+    ids = ids_of(f"r</think>{block(CALL, CALL)}")
+    ends = [i + 1 for i in range(len(ids)) if v4().tokenizer.decode(ids[: i + 1]).endswith("invoke>")]
+    for stop in range(len(ids) + 1):
+        parser = Parser(tools=[F], tokenizer=v4().tokenizer)
+        parser.feed([*ids[:stop], 1])
+        parser.end()
+        if parser.finish_reason == "tool_calls":
+            assert [(call.name, call.arguments) for call in parser.calls] == ONE * len(parser.calls)
+        else:
+            assert parser.finish_reason == "stop" and stop not in ends
+    assert parser.finish_reason == "tool_calls" and len(parser.calls) == 2
+
+
 def test_where_an_answer_begins_and_ends():
     tokenizer = v4().tokenizer
     parser = Parser(thinking=False, tools=[F], tokenizer=tokenizer, start="calls")
