@@ -44,10 +44,14 @@ def test_a_client_that_goes_ends_its_request(tmp_path, stream):
     with Stand(tmp_path, on_get=slow) as stand:
         connections = [opened(stand, "/v1/completions", LONG | {"stream": stream}, read=0) for _ in range(6)]
         wait_for(lambda: stand.engine.stats().live == 6)
-        for connection in connections:
+        for connection in connections[:3]:
             connection.close()
+        for connection in connections[3:]:
+            connection.shutdown(socket.SHUT_WR)  # as good as gone
         stand.idle()
         assert stand.engine.stats().counts["ended_abort"] == 6
+        for connection in connections[3:]:
+            connection.close()
 
 
 def test_full_queues_say_so_at_once(tmp_path):
