@@ -51,7 +51,7 @@ class Chats:
     """
 
     def __init__(self, config: Config, texts: Vocabulary):
-        self._config = config
+        self._config, self._ends = config, frozenset(config.end_tokens)
         self.chat = Chat.load(config.checkpoint, model=config.encoding)
         self.bytes_of, self.recipe_tokenizer = texts.bytes_of, texts.tokenizer
 
@@ -79,6 +79,10 @@ class Chats:
     def prompt_of(self, front: Any, body: Body) -> list[int]:
         """The ids of a request's conversation (`/tokenize`)."""
         return self.conversation(body).prompt.ids
+
+    def read(self, tokens: list[int]) -> list[int]:
+        """Ids that are to be read. An end that comes all the same was to be ignored (`ignore_eos`): it is no text."""
+        return tokens if self._ends.isdisjoint(tokens) else [token for token in tokens if token not in self._ends]
 
     def parser(self, conversation: Conversation, stops: list[str]) -> Parser:
         """Reads an answer."""
@@ -143,7 +147,7 @@ class ChatForm:
     def _read(self, piece: Piece) -> tuple[dict[str, Any], str | None]:
         """What is new of an answer, and how it has ended."""
         parser = self._parsers[piece.index]
-        found = [parser.feed(piece.tokens)]
+        found = [parser.feed(self._chats.read(piece.tokens))]
         finish = piece.finish
         if parser.stopped and finish is None:
             finish = "stop"
@@ -184,7 +188,7 @@ class ChatForm:
 
     async def events(self) -> AsyncIterator[bytes]:
         """The stream: one write for what a turn of the engine has brought."""
-        head = self._head | {"object": "chat.completion.chunk"}
+        head = self._head | {"object": "chat.completion.chunk"} | ({"usage": None} if self._wanted.usage else {})
         first = b""
         for index in range(len(self._parsers)):
             delta = {"role": "assistant", "content": ""}

@@ -156,7 +156,7 @@ class Completions:
         yield b"data: [DONE]\n\n"
 
     def _chunk(self, choices: list[dict[str, Any]]) -> bytes:
-        return event(self._head | {"choices": choices})
+        return event(self._head | {"choices": choices} | ({"usage": None} if self._wanted.usage else {}))
 
     async def whole(self) -> dict[str, Any]:
         """The answers at once."""

@@ -30,6 +30,18 @@ def wait_for(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
     return found
 
 
+class Speaker(ShadowExecutor):
+    """A shadow that says what it is told to: `said`, by seed, until that is over."""
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        self.said: dict[int, list[int]] = {}
+
+    def _draw(self, seed: int, place: int, fed: int, mask: Any) -> int:
+        rest = self.said.get(seed)
+        return rest.pop(0) if rest else super()._draw(seed, place, fed, mask)
+
+
 class Stand:
     """A server, and how it is asked.
 
@@ -72,7 +84,8 @@ class Stand:
             self.managers = [KVCacheManager(layout, size, policy=CachePolicy(), host=host)]
             shapes = shapes_of(self.managers, chunk)
             core = Core(self.managers, shapes, limits=limits or Limits(queued=256))
-            engine = Engine(core, ShadowExecutor(shapes, vocab_size, on_get=on_get))
+            self.speaker = Speaker(shapes, vocab_size, on_get=on_get)
+            engine = Engine(core, self.speaker)
         self.engine = engine
         first = engine.managers[0]
         self.context = min(first.context_limit, first.pool_limit)
@@ -129,6 +142,14 @@ class Stand:
         for line in data.decode().splitlines():
             if line.startswith("data: ") and line != "data: [DONE]":
                 yield json.loads(line[6:])
+
+    def tell(self, seed: int, *parts: str | int) -> list[int]:
+        """Has the request of this seed answered by texts, with their marks, and ids; returns all ids."""
+        ids: list[int] = []
+        for part in parts:
+            ids += [part] if isinstance(part, int) else self.post("/tokenize", {"prompt": part})[1]["tokens"]
+        self.speaker.said[seed] = [*ids]
+        return ids
 
     def expected(self, prompt: list[int], count: int, seed: int) -> list[int]:
         """What the shadow answers, up to the end of a text."""

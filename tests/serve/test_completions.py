@@ -40,8 +40,12 @@ def test_usage_and_cached_tokens(stand):
         assert status == 200 and said["choices"][0]["finish_reason"] == "length"
         assert said["usage"]["prompt_tokens_details"] == {"cached_tokens": cached}
         assert (said["usage"]["prompt_tokens"], said["usage"]["completion_tokens"]) == (100, 4)
-    *_, last = stand.stream("/v1/completions", body | {"stream_options": {"include_usage": True}})
-    assert last["choices"] == [] and last["usage"]["total_tokens"] == 104
+    chat = {"messages": [{"role": "user", "content": "Hi"}]} | {key: body[key] for key in body if key != "prompt"}
+    for path, asked in (("/v1/completions", body), ("/v1/chat/completions", chat)):
+        *chunks, last = stand.stream(path, asked | {"stream_options": {"include_usage": True}})
+        assert last["choices"] == [] and last["usage"]["total_tokens"] == last["usage"]["prompt_tokens"] + 4
+        assert chunks and all(chunk["usage"] is None for chunk in chunks), "null until then, as OpenAI has it"
+        assert all("usage" not in chunk for chunk in stand.stream(path, asked))
     for other in ({"cache_salt": "another"}, {"user": "somebody"}):  # others' prefixes are not found
         assert stand.post("/v1/completions", body | other)[1]["usage"]["prompt_cache_hit_tokens"] == 0
 
@@ -56,6 +60,15 @@ def test_text_ends_where_a_text_ends_it(stand):
     streamed = "".join(c["choices"][0]["text"] for c in stand.stream("/v1/completions", body | {"stop": stop}))
     assert streamed == text[: text.index(stop)]
     stand.idle()  # the engine was told
+
+
+def test_ends_that_are_ignored_are_no_text(stand):
+    ids = stand.tell(901, "one", END_TOKEN, " two")
+    asked = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "seed": 901, "max_tokens": len(ids)}
+    said = stand.post("/v1/chat/completions", asked | {"ignore_eos": True, "return_token_ids": True})[1]
+    (choice,) = said["choices"]
+    assert choice["message"]["content"] == "one two" and choice["finish_reason"] == "length"
+    assert choice["token_ids"] == ids and said["usage"]["completion_tokens"] == len(ids)
 
 
 def test_masks_of_biases_and_least_tokens(stand):
