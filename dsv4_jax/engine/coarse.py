@@ -19,7 +19,7 @@ from ..errors import PlanError, RequestError
 from ..manager import KVCacheManager, StepShape
 from ..manager.transfers import Transfers
 from .core import Core, Sent
-from .executor import Drawn, Row, Shapes, Work
+from .executor import Drawn, Shapes, Work
 from .job import Job, JobState
 from .prompt import Output, Prompt
 
@@ -126,29 +126,12 @@ class CoarseCore(Core):
             self._tell(job, tokens=ids)
 
     def _work(self, each: list[list[tuple[Job, int]]], drafts: Any, decoding: bool, steps: int, **more: Any) -> Work:
-        plans, transfers, rows, sent = [], list[Transfers](), list[list[Row]](), list[list[tuple[Job, int, int, int]]]()
-        before = set[Job]()
-        for manager, pairs in zip(self.managers, each, strict=True):
-            rows.append([])
-            sent.append([])
-            planned: list[Any] = []
-            for job, count in pairs:
-                request, prompt = job.request, job.prompt
-                assert request is not None
-                self._note_hit(job, request)
-                samples = request.num_cached + count >= len(request.tokens)
-                text = request.tokens if job.fresh and samples else None
-                rows[-1].append(Row(prompt, job.sampling, job.seed, request.slot, count, not job.out, samples, 0, text))
-                job.fresh = job.fresh and not samples
-                job.ahead += samples
-                sent[-1].append((job, count, 0, int(samples)))
-                planned.append((request, count))
-                before.add(job)
-            shape = self._shape(len(pairs), sum(count for _, count in pairs))
-            plans.append(manager.plan_step(planned, shape=shape))
-            transfers.append(manager.take_transfers())
-            self.counts["transfers"] += len(transfers[-1])
-        self._before = before
+        shapes = [self._shape(len(pairs), sum(count for _, count in pairs)) for pairs in each]
+        plans, transfers, rows, sent = self._planned_rows(each, drafts, shapes)
+        self._before = set()
+        for job, _, _, samples in (entry for entries in sent for entry in entries):
+            job.ahead += samples
+            self._before.add(job)
         self._sent.append(Sent(sent, False))
         return Work("mixed", plans, transfers, 1, _NOTHING, _NOTHING, rows, {}, quiet=self._gliding)
 

@@ -35,6 +35,7 @@ from ..errors import (
 from ..manager import Arrival, KVCacheManager, Request, StepShape
 from ..manager.prefix.token_ids import check_range
 from ..manager.transfers import Transfers
+from ..plan import StepPlan
 from .executor import Drawn, Row, Shapes, Work
 from .handoffs import Handoffs, Remote
 from .job import Job, JobState
@@ -625,41 +626,22 @@ class Core:
     ) -> Work:
         """The call of these tokens, and of so many drafts of each, planned."""
         shape = self.shapes.decode if decoding else self.shapes.mixed
-        plans, transfers, rows, sent = [], [], list[list[Row]](), list[list[tuple[Job, int, int, int]]]()
+        plans, transfers, rows, sent = self._planned_rows(each, drafts, [shape] * len(each), steps, scores)
         tokens = np.zeros((len(each), shape.tokens), np.int32)
         source = np.full((len(each), shape.tokens), -1, np.int32)
         targets = np.full((len(each), shape.tokens), -1, np.int32) if scores else None
         masks: dict[int, np.ndarray] = {}
-        for shard, pairs in enumerate(each):
-            manager, at = self.managers[shard], 0
-            rows.append([])
-            sent.append([])
-            for (job, count), more in zip(pairs, drafts[shard], strict=True):
-                request = job.request
-                assert request is not None
-                start = request.num_cached
-                self._note_hit(job, request)
-                if job.ahead:
-                    source[shard, at] = job.row
-                prefills = not (job.out or job.ahead)
-                samples = start + count >= len(request.tokens) and not scores
-                if targets is not None:
-                    text: Any = job.prompt.tokens
-                    tokens[shard, at : at + count] = text[start : start + count]
-                    after = text[start + 1 : start + count + 1]
-                    targets[shard, at : at + len(after)] = after
-                known = request.tokens if job.fresh and samples else None
-                how = job.prompt, job.sampling, job.seed, request.slot
-                rows[shard].append(Row(*how, count, prefills, samples, more, known))
-                job.fresh = job.fresh and not samples
-                sent[shard].append((job, count, more, steps * (1 + more) if samples else 0))
-                at += count + more
-            planned: Any = [(job.request, n + more) for (job, n), more in zip(pairs, drafts[shard], strict=True)]
-            plans.append(manager.plan_step(planned, steps=steps, shape=shape, ahead=bool(self._sent)))
-            if not scores:
-                tokens[shard] = manager.plan_tokens(plans[-1], unknown=-1)
-            transfers.append(manager.take_transfers())
-            self.counts["transfers"] += len(transfers[-1])
+        for shard, (pairs, plan) in enumerate(zip(each, plans, strict=True)):
+            firsts = plan.seq_first[: len(pairs)]
+            source[shard, firsts] = [job.row if job.ahead else -1 for job, _ in pairs]
+            if targets is None:
+                tokens[shard] = self.managers[shard].plan_tokens(plan, unknown=-1)
+                continue
+            for (job, count), at, start in zip(pairs, firsts.tolist(), plan.seq_start.tolist(), strict=False):
+                text: Any = job.prompt.tokens
+                tokens[shard, at : at + count] = text[start : start + count]
+                after = text[start + 1 : start + count + 1]
+                targets[shard, at : at + len(after)] = after
         for live in self._live:
             for job in live.values():
                 job.row = -1
@@ -671,12 +653,41 @@ class Core:
                     self._handoffs.moved(job)  # type: ignore[union-attr]
                 if samples and job.prompt.mask is not None:
                     self._mask(job, shard * shape.sequences + row, masks)
-        decodes = decoding and all(samples for entries in sent for *_, samples in entries)
-        self._sent.append(Sent(sent, decodes))
-        self._unflushed = True
+        self._sent.append(Sent(sent, decoding and all(samples for entries in sent for *_, samples in entries)))
         flat = None if targets is None else targets.reshape(-1)
         kind = "score" if scores else "decode" if decoding else "mixed"
         return Work(kind, plans, transfers, steps, tokens.reshape(-1), source.reshape(-1), rows, masks, flat)
+
+    def _planned_rows(
+        self,
+        each: list[list[tuple[Job, int]]],
+        drafts: Sequence[Sequence[int]],
+        shapes: Sequence[StepShape],
+        steps: int = 1,
+        scores: bool = False,
+    ) -> tuple[list[StepPlan], list[Transfers], list[list[Row]], list[list[tuple[Job, int, int, int]]]]:
+        """Plans of each data shard, of these shapes: also transfers, rows and what `Sent` has of them."""
+        plans, transfers, rows, sent = [], [], list[list[Row]](), list[list[tuple[Job, int, int, int]]]()
+        for manager, pairs, more, shape in zip(self.managers, each, drafts, shapes, strict=True):
+            rows.append([])
+            sent.append([])
+            planned: list[Any] = []
+            for (job, count), guessed in zip(pairs, more, strict=True):
+                request = job.request
+                assert request is not None
+                self._note_hit(job, request)
+                samples = request.num_cached + count >= len(request.tokens) and not scores
+                known = request.tokens if job.fresh and samples else None
+                how = job.prompt, job.sampling, job.seed, request.slot
+                rows[-1].append(Row(*how, count, not (job.out or job.ahead), samples, guessed, known))
+                job.fresh = job.fresh and not samples
+                sent[-1].append((job, count, guessed, steps * (1 + guessed) if samples else 0))
+                planned.append((request, count + guessed))
+            plans.append(manager.plan_step(planned, steps=steps, shape=shape, ahead=bool(self._sent)))
+            transfers.append(manager.take_transfers())
+            self.counts["transfers"] += len(transfers[-1])
+        self._unflushed = True
+        return plans, transfers, rows, sent
 
     def _note_hit(self, job: Job, request: Request) -> None:
         """What is cached of a prompt is known when its first chunk is scheduled: until then it is looked up again."""
