@@ -10,29 +10,14 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ..chat import Chat, ChatPrompt, Parser
-from ..config import DSV4Config
 from ..errors import CacheError, OptionError, RequestError
-from ..hf_config import read_hf
 from .answers import write_text
-from .engine import DeviceMemory
-from .models import add_drafts, add_weights, check, check_drafts, form_of, load, weight_bytes
-from .options import (
-    add_command,
-    add_implementation,
-    add_json,
-    add_layout,
-    check_devices,
-    check_implementation,
-    devices_sharing_heads,
-    layout_from,
-    naming,
-    option,
-    start_jax,
-)
-from .printing import Progress, one_line, present, say
+from .engine import Model, add_steps, open_engine, place
+from .options import add_command, add_json, add_layout, naming, option
+from .printing import one_line, present, say
 from .prompts import add_conversation, open_chat, open_tokenizer
 from .sampling import add_sampling, sampling_of, stops_of
-from .values import byte_count, given_path, positive, token_count
+from .values import given_path, token_count
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -54,7 +39,6 @@ _HELP = """\
 /exit             or Ctrl-D; Ctrl-C ends an answer
 a line that ends in \\ goes on in the next one; one that begins with // begins with /
 """
-_CPU_MEMORY = 2 << 30  # bytes of a CPU that a cache takes if it is not said, at most
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 
@@ -67,80 +51,26 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     group.add_argument("--thinking", action=argparse.BooleanOptionalAction, default=True, help=thinking)
     add_conversation(group)
     add_sampling(parser, limit=4096)
-    steps = parser.add_argument_group("how it runs")
-    form = "matrices in this dtype, or released: FP8 and FP4 as they are"
-    add_weights(steps, f"{form} (default: released if they are FP8, on a CPU bfloat16; else float32)")
+    steps = add_steps(parser, devices="that share the heads")
     option(steps, "--max-context", token_count, "TOKENS", "of the conversation (default: what the cache can hold)")
-    option(steps, "--chunk", positive, "N", "most tokens of a step (default: 512)")
-    option(steps, "--decode-steps", positive, "K", "steps per call: text comes K tokens at a time", default=1)
-    add_drafts(steps)
-    cache = "bytes of each device for the cache (default: what the weights leave, on a CPU 2GiB)"
-    option(steps, "--cache-memory", byte_count, "SIZE", cache)
-    option(steps, "--devices", positive, "N", "that share the heads, 1, 2, 4 or 8", default=1)
-    add_implementation(steps)
     add_layout(parser, drafts=False)
     add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    with naming("--checkpoint"):
-        hf = read_hf(args.checkpoint)
-        cfg = DSV4Config.from_hf(hf)
+    model = Model(args)
     if "" in args.stop:
         raise OptionError("--stop: an empty text")
     chat = open_chat(args, open_tokenizer(args.checkpoint))
-    talk = _Talk(args, chat, cfg.vocab_size)
+    talk = _Talk(args, chat, model.cfg.vocab_size)
     with contextlib.ExitStack() as opened:
-        engine = _engine(args, hf, cfg, opened)
-        talk.converse(engine)
+        talk.converse(
+            open_engine(opened, args, model, place(args, model, args.devices), max_requests=1, seed=args.seed)
+        )
     report = {"checkpoint": str(args.checkpoint), "model": chat.model, "turns": talk.turns}
     present(report, args.json, lambda console: None)
     return 0
-
-
-def _engine(args: argparse.Namespace, hf: Any, cfg: DSV4Config, opened: contextlib.ExitStack) -> Engine:
-    """The engine, warm."""
-    from ..engine import Engine
-    from ..model import Split
-    from ..ops.exchange_buffers import open_exchanges
-
-    mtp = args.draft_tokens > 0
-    if mtp:
-        check_drafts(cfg, args.draft_tokens)
-    layout = layout_from(args, cfg, include_drafts=mtp)
-    start_jax()
-    check_implementation(args.implementation)
-    check_devices(args.devices)
-    tensor = devices_sharing_heads(args.devices, args.devices, 1)
-    form = form_of(args, hf, cfg, tensor, drafts=mtp)
-    check(args.checkpoint, cfg, form, drafts=mtp)
-    free = DeviceMemory.beside(weight_bytes(cfg, form, args.devices, tensor, drafts=mtp)).free
-    on_cpu = importlib.import_module("jax").default_backend() == "cpu"
-    memory = args.cache_memory or (min(free, _CPU_MEMORY) if on_cpu else free)
-    mesh = Split(1, tensor).mesh() if args.devices > 1 else None
-    _, params = load(args.checkpoint, form, drafts=mtp, mesh=mesh)
-    exchanges = opened.enter_context(open_exchanges(mesh))
-    with naming(fields={"max_context": "--max-context", "hbm_bytes": "--cache-memory", "chunk_tokens": "--chunk"}):
-        engine = opened.enter_context(
-            Engine.of(
-                params,
-                layout,
-                memory,
-                max_requests=1,
-                max_context=args.max_context,
-                mesh=mesh,
-                exchanges=exchanges,
-                chunk_tokens=args.chunk,
-                decode_steps=args.decode_steps,
-                drafts=args.draft_tokens,
-                seed=args.seed,
-                implementation=args.implementation,
-            )
-        )
-        with Progress("compiling"):
-            engine.warm_up()
-    return engine
 
 
 class _Talk:

@@ -1,30 +1,83 @@
-"""The engine behind `generate`: how large its cache is, where what it computed is kept, and its loop."""
+"""Engines behind `generate`, `chat` and `serve`: model, devices and memory as the options say, and their stores."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import hashlib
 import pathlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..capacity import device_limit, largest_fitting
+from ..config import DSV4Config
 from ..errors import OptionError
+from ..hf_config import read_hf
 from ..layout import CacheLayout, CacheSize
 from ..records import block_record, snapshot_layouts, snapshot_record
 from .answers import Answer, AnswerPrinter, Speed
-from .options import naming
+from .models import add_drafts, add_weights, check, check_drafts, devices_that_hold, form_of, load, weight_bytes
+from .options import add_implementation, check_devices, check_implementation, layout_from, naming, option, start_jax
 from .printing import Progress, human
+from .values import byte_count, given_path, positive
 
 if TYPE_CHECKING:
-    from ..engine import Core, Executor
+    from ..engine import Core, Engine, Executor
     from ..stores import AsyncStore
 
-__all__ = ["DeviceMemory", "answer", "choose_size", "open_stores", "shares_a_block", "weights_name"]
+__all__ = [
+    "DeviceMemory",
+    "Model",
+    "Placed",
+    "add_steps",
+    "add_store",
+    "answer",
+    "choose_size",
+    "open_engine",
+    "open_stores",
+    "place",
+    "shares_a_block",
+    "weights_name",
+]
 
 _SPARE = 0.1  # of what the weights leave: for what a step computes with
+_CPU_MEMORY = 2 << 30  # bytes of a CPU that the cache of `chat` or `serve` takes at most, if it is not said
 _RECORDS = 1 << 16  # that each store keeps at most
+
+
+def add_steps(
+    parser: argparse.ArgumentParser,
+    *,
+    chunk: str = "512",
+    decode: str = "text comes K tokens at a time",
+    cache: str = "what the weights leave, on a CPU 2GiB",
+    devices: str = "to run on",
+) -> argparse._ArgumentGroup:
+    """Adds how steps run.
+
+    Args:
+        chunk, cache: the defaults.
+        decode: what more steps per call mean.
+        devices: what they do.
+    """
+    group = parser.add_argument_group("how it runs")
+    form = "matrices in this dtype, or released: FP8 and FP4 as they are"
+    add_weights(group, f"{form} (default: released if they are FP8, on a CPU bfloat16; else float32)")
+    option(group, "--chunk", positive, "N", f"most tokens of a step (default: {chunk})")
+    option(group, "--decode-steps", positive, "K", f"steps per call: {decode}", default=1)
+    add_drafts(group)
+    option(group, "--cache-memory", byte_count, "SIZE", f"bytes of each device for the cache (default: {cache})")
+    option(group, "--devices", positive, "N", f"{devices}, 1, 2, 4 or 8", default=1)
+    add_implementation(group)
+    return group
+
+
+def add_store(group: argparse._ActionsContainer) -> None:
+    """Adds where that is kept for which the cache has no room."""
+    option(group, "--host-memory", byte_count, "SIZE", "of this machine, for what the cache has no room for", default=0)
+    kept = "keep what prompts have computed in this folder, and look there first (needs --host-memory)"
+    option(group, "--store", given_path, "DIR", kept)
 
 
 class DeviceMemory(NamedTuple):
@@ -33,18 +86,113 @@ class DeviceMemory(NamedTuple):
     total: int
     weights: int
 
-    @classmethod
-    def beside(cls, weights: int) -> DeviceMemory:
-        """Of this machine's device. Raises `OptionError` if the weights leave nothing of it."""
-        memory = cls(device_limit(), weights)
-        if memory.free <= 0:
-            raise OptionError(f"--weights: they take {human(weights)}, jax has {human(memory.total)} of the device")
-        return memory
-
     @property
     def free(self) -> int:
         """The bytes that a cache may take."""
         return int((self.total - self.weights) * (1 - _SPARE))
+
+
+class Model:
+    """A checkpoint as the options of a command say to run it, as far as that is known without a device.
+
+    Attributes:
+        hf, cfg: its config, in Hugging Face's form and as it is read.
+        layout: of the cache.
+        drafts: whether layers that draft are part of it.
+
+    Raises:
+        OptionError: there is no such model, or it cannot have this layout or so many drafts.
+    """
+
+    def __init__(self, args: argparse.Namespace):
+        with naming("--checkpoint"):
+            self.hf: Mapping[str, Any] = read_hf(args.checkpoint)
+            self.cfg = DSV4Config.from_hf(self.hf)
+        check_drafts(self.cfg, args.draft_tokens)
+        self.drafts = args.draft_tokens > 0
+        self.layout = layout_from(args, self.cfg, include_drafts=self.drafts)
+
+
+class Placed(NamedTuple):
+    """Where a model is to run: the form of its weights, how devices share them, and their memory beside them."""
+
+    form: str
+    mesh: Any  # None: one device
+    memory: DeviceMemory
+
+
+def place(args: argparse.Namespace, model: Model, tensor: int) -> Placed:
+    """Starts jax and decides where a model is to run. Nothing is loaded.
+
+    Args:
+        tensor: devices that share the heads.
+
+    Raises:
+        OptionError: there are not so many devices, the model cannot be split over them, or its weights do not fit (it
+            says over how many devices they would).
+        ImplementationError: jax finds no device.
+    """
+    from ..model import Split
+
+    start_jax()
+    check_implementation(args.implementation)
+    cfg, drafts = model.cfg, model.drafts
+    form = form_of(args, model.hf, cfg, tensor, drafts=drafts)
+    check(args.checkpoint, cfg, form, drafts=drafts)
+    weights = weight_bytes(cfg, form, args.devices, tensor, drafts=drafts)
+    check_devices(args.devices)
+    memory = DeviceMemory(device_limit(), weights)
+    if memory.free <= 0:
+        more = devices_that_hold(cfg, form, memory.total, more_than=args.devices, drafts=drafts)
+        raise OptionError(
+            f"--weights: {form} weights take {human(weights)}, jax has {human(memory.total)} of the device "
+            f"(XLA_PYTHON_CLIENT_MEM_FRACTION is its share){more}"
+        )
+    mesh = Split(args.devices // tensor, tensor).mesh() if args.devices > 1 else None
+    return Placed(form, mesh, memory)
+
+
+def open_engine(
+    opened: contextlib.ExitStack, args: argparse.Namespace, model: Model, placed: Placed, **options: Any
+) -> Engine:
+    """Loads the weights and returns an engine that has compiled its steps. The stack closes it.
+
+    Args:
+        options: of the engine, beside those that the command line of `chat` and of `serve` has.
+
+    Raises `OptionError`, `CapacityError` and what loading raises.
+    """
+    import jax
+
+    from ..engine import Engine
+    from ..ops.exchange_buffers import open_exchanges
+
+    memory = args.cache_memory
+    if not memory:
+        memory = placed.memory.free
+        memory = min(memory, _CPU_MEMORY) if jax.default_backend() == "cpu" else memory
+    _, params = load(args.checkpoint, placed.form, drafts=model.drafts, mesh=placed.mesh)
+    exchanges = opened.enter_context(open_exchanges(placed.mesh))
+    names = {"max_requests": "--max-requests", "max_context": "--max-context", "chunk_tokens": "--chunk"}
+    with naming(fields=names | {"hbm_bytes": "--cache-memory"}):
+        engine = opened.enter_context(
+            Engine.of(
+                params,
+                model.layout,
+                memory,
+                max_context=args.max_context,
+                mesh=placed.mesh,
+                exchanges=exchanges,
+                chunk_tokens=args.chunk,
+                decode_steps=args.decode_steps,
+                drafts=args.draft_tokens,
+                implementation=args.implementation,
+                **options,
+            )
+        )
+        with Progress("compiling"):
+            engine.warm_up()
+    return engine
 
 
 def choose_size(

@@ -4,45 +4,39 @@ from __future__ import annotations
 
 import argparse
 import time
-from typing import Any
 
-from ..capacity import device_limit, plan_host_capacity
+from ..capacity import plan_host_capacity
 from ..config import DSV4Config
 from ..errors import OptionError
-from ..hf_config import read_hf
 from ..manager import CachePolicy, SnapshotPlacement
 from ..text import Tokenizer
 from .answers import Answer, AnswerPrinter
-from .engine import DeviceMemory, answer, choose_size, open_stores, shares_a_block, weights_name
-from .models import (
-    add_drafts,
-    add_weights,
-    check,
-    check_drafts,
-    devices_that_hold,
-    form_of,
-    load,
-    weight_bytes,
+from .engine import (
+    Model,
+    add_steps,
+    add_store,
+    answer,
+    choose_size,
+    open_stores,
+    place,
+    shares_a_block,
+    weights_name,
 )
+from .models import load
 from .options import (
     LATENCY_REQUESTS,
     add_command,
-    add_implementation,
     add_json,
     add_layout,
-    check_devices,
-    check_implementation,
     devices_sharing_heads,
-    layout_from,
     naming,
     option,
     refuse_same,
-    start_jax,
 )
-from .printing import Progress, human, present, say
+from .printing import Progress, present, say
 from .prompts import Prompt, add_prompts, encode, given_prompts, open_tokenizer
 from .sampling import add_sampling, sampling_of, stops_of
-from .values import byte_count, given_path, natural, positive
+from .values import given_path, natural, positive
 
 __all__ = ["add_parser", "run"]
 
@@ -67,26 +61,16 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add_prompts(parser)
     sampling = add_sampling(parser, limit=128)
     option(sampling, "--logprobs", natural, "N", "report log-probabilities (--json), and those of the N likeliest")
-    steps = parser.add_argument_group("how it runs")
-    form = "matrices in this dtype, or released: FP8 and FP4 as they are"
-    add_weights(steps, f"{form} (default: released if they are FP8, on a CPU bfloat16; else float32)")
+    steps = add_steps(parser, chunk="what prompts need, at most 2048", cache="what is needed")
     option(steps, "--max-batch", positive, "N", "prompts side by side, if they fit", default=16)
-    option(steps, "--chunk", positive, "N", "most tokens of a step (default: what prompts need, at most 2048)")
-    option(steps, "--decode-steps", positive, "K", "steps per call: text comes K tokens at a time", default=1)
-    add_drafts(steps)
     cached = "compute what prompts begin with once (default: if some begin with the same block)"
     steps.add_argument("--prefix-caching", action=argparse.BooleanOptionalAction, default=None, help=cached)
-    option(steps, "--cache-memory", byte_count, "SIZE", "bytes of each device for the cache (default: what is needed)")
-    option(steps, "--host-memory", byte_count, "SIZE", "of this machine, for what the cache has no room for", default=0)
-    kept = "keep what prompts have computed in this folder, and look there first (needs --host-memory)"
-    option(steps, "--store", given_path, "DIR", kept)
-    option(steps, "--devices", positive, "N", "to run on, 1, 2, 4 or 8", default=1)
+    add_store(steps)
     tensor = "of them, have the same prompts and share the heads; the others have prompts of their own"
     latency = f"(default: all up to {LATENCY_REQUESTS} prompts side by side, else 1)"
     option(steps, "--tensor", positive, "T", f"{tensor} {latency}")
     pool = "devices that share the heads share each prompt's blocks too: for contexts that one of them cannot hold"
     steps.add_argument("--pool", action="store_true", help=pool)
-    add_implementation(steps)
     add_layout(parser, drafts=False)
     add_json(parser)
     parser.set_defaults(run=run)
@@ -99,23 +83,16 @@ def run(args: argparse.Namespace) -> int:
     from ..ops.exchange_buffers import open_exchanges
 
     refuse_same({"--prompt-file": args.prompt_file, "--json": args.json})
-    mtp = args.draft_tokens > 0
-    with naming("--checkpoint"):
-        hf = read_hf(args.checkpoint)
-        cfg = DSV4Config.from_hf(hf)
+    model = Model(args)
+    cfg, layout = model.cfg, model.layout
     prompts, tokenizer = _prompts(args, cfg)
-    layout = layout_from(args, cfg, include_drafts=mtp)
-    start_jax()
-    check_implementation(args.implementation)
     side_by_side = min(args.max_batch, len(prompts))
     tensor = devices_sharing_heads(args.tensor, args.devices, side_by_side)
-    form = form_of(args, hf, cfg, tensor, drafts=mtp)
     if args.pool and tensor == 1:
         raise OptionError("--pool: blocks are shared by devices that share the heads, give --devices and --tensor")
     shards = max(1, args.devices // tensor)
-    options = _options(args, cfg, prompts, shards)
-    check(args.checkpoint, cfg, form, drafts=mtp)
-    memory = _memory(args, cfg, form, tensor)
+    sampling, stops, chunk = sampling_of(args), stops_of(args), _chunk(args, prompts, shards)
+    form, mesh, memory = place(args, model, tensor)
     keeps = args.prefix_caching
     if keeps is None:
         keeps = args.store is not None or shares_a_block([prompt.tokens for prompt in prompts], layout.block_tokens)
@@ -126,18 +103,17 @@ def run(args: argparse.Namespace) -> int:
             raise OptionError("--host-memory: without --prefix-caching nothing is kept")
         with naming(fields={"host_bytes": "--host-memory"}):
             plan_host_capacity(layout, args.host_memory // shards)
-    high = min(-(-side_by_side // shards), options["chunk_tokens"] // (1 + args.draft_tokens))
-    steps = options["decode_steps"]
+    high = min(-(-side_by_side // shards), chunk // (1 + args.draft_tokens))
+    steps = min(args.decode_steps, args.max_new_tokens)
     needs = _needs(prompts, args.max_new_tokens, steps * (1 + args.draft_tokens) - 1, cfg)
     ranks = tensor if args.pool else 1
     size = choose_size(layout, needs, high, memory, args.cache_memory, snapshots=keeps, ranks=ranks)
 
-    began = time.perf_counter()
-    mesh = _mesh(shards, tensor)
-    cfg, params = load(args.checkpoint, form, drafts=mtp, mesh=mesh)
-    loaded = time.perf_counter()
     answers = [Answer(prompt, tokenizer, args.stop, args.max_new_tokens) for prompt in prompts]
-    with open_exchanges(mesh) as exchanges, open_stores(args.store, layout) as stores:
+    with open_stores(args.store, layout) as stores, open_exchanges(mesh) as exchanges:
+        began = time.perf_counter()
+        _, params = load(args.checkpoint, form, drafts=model.drafts, mesh=mesh)
+        loaded = time.perf_counter()
         core, executor = build(
             params,
             layout,
@@ -151,15 +127,19 @@ def run(args: argparse.Namespace) -> int:
             exchanges=exchanges,
             limits=Limits(queued=len(prompts)),
             top=args.logprobs or 0,
-            **{name: options[name] for name in ("chunk_tokens", "decode_steps", "drafts", "seed", "implementation")},
+            chunk_tokens=chunk,
+            decode_steps=steps,
+            drafts=args.draft_tokens,
+            seed=args.seed,
+            implementation=args.implementation,
         )
-        draws = not options["sampling"].greedy or options["sampling"].penalised
+        draws = not sampling.greedy or sampling.penalised
         with Progress("compiling"):
             for work in core.warm_up(prompts=any(len(prompt.tokens) > 1 for prompt in prompts), draws=draws):
                 executor.send(work).get()
         compiled = time.perf_counter()
         for i, prompt in enumerate(prompts):
-            one = dict(sampling=options["sampling"], stop_tokens=options["stop_tokens"], logprobs=args.logprobs)
+            one = dict(sampling=sampling, stop_tokens=stops, logprobs=args.logprobs)
             core.add(Asked(tokens=prompt.tokens, max_new_tokens=args.max_new_tokens, id=i, **one), time.monotonic())
         with Progress("tokens", args.max_new_tokens * len(prompts)) as progress:
             printer = AnswerPrinter(answers, progress, silent=args.json == "-")
@@ -172,7 +152,7 @@ def run(args: argparse.Namespace) -> int:
             executor.move(core.sleep())
             executor.drain()
     cached = core.counts["cached_tokens"]
-    say(speed.in_words(answers, cached, mtp and steps == 1))
+    say(speed.in_words(answers, cached, model.drafts and steps == 1))
     report = {
         "checkpoint": str(args.checkpoint),
         "weights": form,
@@ -183,7 +163,7 @@ def run(args: argparse.Namespace) -> int:
         "tensor": tensor,
         "pool_ranks": size.pool_ranks,
         "max_batch": shards * size.num_slots,
-        "chunk_tokens": options["chunk_tokens"],
+        "chunk_tokens": chunk,
         "decode_steps": steps,
         "drafts": args.draft_tokens,
         "prefix_caching": keeps,
@@ -211,54 +191,16 @@ def _prompts(args: argparse.Namespace, cfg: DSV4Config) -> tuple[list[Prompt], T
     return encode(given, tokenizer, args, cfg.vocab_size), tokenizer
 
 
-def _memory(args: argparse.Namespace, cfg: DSV4Config, form: str, tensor: int) -> DeviceMemory:
-    """What weights leave of each device.
-
-    Raises:
-        OptionError: they cannot be split so, they do not fit (it says over how many devices they would), or there are
-            not so many devices.
-    """
-    mtp = args.draft_tokens > 0
-    weights = weight_bytes(cfg, form, args.devices, tensor, drafts=mtp)
-    check_devices(args.devices)
-    memory = DeviceMemory(device_limit(), weights)
-    if weights >= memory.total:
-        more = devices_that_hold(cfg, form, memory.total, more_than=args.devices, drafts=mtp)
-        raise OptionError(
-            f"--weights: {form} weights take {human(weights)}, jax has {human(memory.total)} of the device "
-            f"(XLA_PYTHON_CLIENT_MEM_FRACTION is its share){more}"
-        )
-    return memory
-
-
-def _mesh(shards: int, tensor: int) -> Any:
-    """Returns the mesh of so many devices; None for one."""
-    from ..model import Split
-
-    return Split(shards, tensor).mesh() if shards * tensor > 1 else None
-
-
-def _options(args: argparse.Namespace, cfg: DSV4Config, prompts: list[Prompt], shards: int) -> dict[str, Any]:
-    """The options of the engine and its prompts that the command line says. Raises `OptionError`."""
-    drafts = args.draft_tokens
-    check_drafts(cfg, drafts)
-    if drafts and (args.chunk or _MAX_CHUNK) <= drafts:
+def _chunk(args: argparse.Namespace, prompts: list[Prompt], shards: int) -> int:
+    """Tokens of a step: what the prompts need, within bounds. Raises `OptionError`."""
+    most, drafts = args.chunk or _MAX_CHUNK, args.draft_tokens
+    if drafts and most <= drafts:
         raise OptionError(f"--chunk: a token and its {drafts} drafts are {1 + drafts}, got {args.chunk}")
-    sampling, stops = sampling_of(args), stops_of(args)
     total = -(-sum(len(prompt.tokens) for prompt in prompts) // shards)
     chunk = _MIN_CHUNK
-    while chunk < min(total, args.chunk or _MAX_CHUNK):
+    while chunk < min(total, most):
         chunk *= 2
-    return {
-        "max_new_tokens": args.max_new_tokens,
-        "sampling": sampling,
-        "seed": args.seed,
-        "chunk_tokens": min(chunk, args.chunk or _MAX_CHUNK),
-        "decode_steps": min(args.decode_steps, args.max_new_tokens),
-        "drafts": drafts,
-        "stop_tokens": stops,
-        "implementation": args.implementation,
-    }
+    return min(chunk, most)
 
 
 def _needs(prompts: list[Prompt], new: int, ahead: int, cfg: DSV4Config) -> list[int]:

@@ -11,27 +11,11 @@ import threading
 import time
 from typing import Any
 
-from ..capacity import device_limit
-from ..config import DSV4Config
 from ..errors import FileError, ImplementationError, OptionError
-from ..hf_config import read_hf
 from ..text import stop_tokens_of
-from .engine import open_stores, weights_name
-from .models import add_drafts, add_weights, check, check_drafts, form_of, load, weight_bytes
-from .options import (
-    add_command,
-    add_implementation,
-    add_json,
-    add_layout,
-    check_devices,
-    check_implementation,
-    devices_sharing_heads,
-    layout_from,
-    naming,
-    option,
-    start_jax,
-)
-from .printing import Progress, human, present, say
+from .engine import Model, add_steps, add_store, open_engine, open_stores, place, weights_name
+from .options import add_command, add_json, add_layout, naming, option
+from .printing import present, say
 from .values import byte_count, given_path, natural, positive, short, token_count
 
 __all__ = ["add_parser", "run"]
@@ -42,7 +26,6 @@ _EXAMPLES = """
   dsv4-jax serve --checkpoint DIR --host 0.0.0.0 --api-keys keys.txt --tls cert.pem key.pem     for other machines
   dsv4-jax serve --checkpoint DIR --host-memory 64GiB --store cache/    what was computed is found again, also later
 """
-_CPU_MEMORY = 2 << 30  # bytes of a CPU that a cache takes if it is not said, at most
 _POLL = 0.2
 
 
@@ -77,21 +60,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     models = "how they are written (default: as the checkpoint says, else v4-0731)"
     chat.add_argument("--encoding", choices=("v4-preview", "v4-0731", "v4.1"), help=models)
     chat.add_argument("--no-thinking", action="store_true", help="answers begin without reasoning if nobody says")
-    steps = parser.add_argument_group("how it runs")
-    form = "matrices in this dtype, or released: FP8 and FP4 as they are"
-    add_weights(steps, f"{form} (default: released if they are FP8, on a CPU bfloat16; else float32)")
-    option(steps, "--chunk", positive, "N", "most tokens of a step (default: 512)")
-    option(steps, "--decode-steps", positive, "K", "steps per call while nobody waits", default=1)
-    add_drafts(steps)
-    cache = "bytes of each device for the cache (default: what the weights leave, on a CPU 2GiB)"
-    option(steps, "--cache-memory", byte_count, "SIZE", cache)
-    option(steps, "--host-memory", byte_count, "SIZE", "of this machine, for what the cache has no room for", default=0)
-    kept = "keep what prompts have computed in this folder, and look there first (needs --host-memory)"
-    option(steps, "--store", given_path, "DIR", kept)
-    option(steps, "--devices", positive, "N", "to run on, 1, 2, 4 or 8", default=1)
+    steps = add_steps(parser, decode="while nobody waits")
+    add_store(steps)
     tensor = "of them, share the heads; groups of so many have requests of their own (default: all)"
     option(steps, "--tensor", positive, "T", tensor)
-    add_implementation(steps)
     add_layout(parser, drafts=False)
     add_json(parser)
     parser.set_defaults(run=run)
@@ -102,13 +74,9 @@ def run(args: argparse.Namespace) -> int:
     from ..serve.config import Config
     from ..serve.server import Server, listen
 
-    mtp = args.draft_tokens > 0
+    model = Model(args)
     with naming("--checkpoint"):
-        hf = read_hf(args.checkpoint)
-        cfg = DSV4Config.from_hf(hf)
         end_tokens = stop_tokens_of(args.checkpoint)
-    check_drafts(cfg, args.draft_tokens)
-    layout_from(args, cfg, include_drafts=mtp)
     if args.store is not None and not args.host_memory:
         raise OptionError("--store: what is kept goes there from --host-memory")
     keys = {} if args.api_keys is None else _keys(args.api_keys)
@@ -140,13 +108,13 @@ def run(args: argparse.Namespace) -> int:
         say("dsv4-jax serve: warning: whoever reaches this machine can use it (--api-keys)")
     began = time.monotonic()
     with contextlib.ExitStack() as opened:
-        listening = listen(args.host, args.port)
+        listening = opened.enter_context(listen(args.host, args.port))
         server = opened.enter_context(Server(listening, config, frontends=args.frontends))
         scheme = "http" if certificate is None else "https"
         shown = f"[{server.address[0]}]" if ":" in server.address[0] else server.address[0]
         address = f"{scheme}://{shown}:{server.address[1]}"
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        engine, facts = _engine(args, hf, cfg, opened)
+        engine, facts = _engine(args, model, opened)
         server.attach(engine, **facts)
         ready = time.monotonic()
         say(f"{address}/ serves {names[0]}: {facts['context']} tokens of context")
@@ -177,87 +145,45 @@ def _check_extra() -> None:
             raise ImplementationError(f"it needs the extra serve (pip install 'dsv4_jax[serve]'): {error}") from None
 
 
-def _engine(
-    args: argparse.Namespace, hf: Any, cfg: DSV4Config, opened: contextlib.ExitStack
-) -> tuple[Any, dict[str, Any]]:
+def _engine(args: argparse.Namespace, model: Model, opened: contextlib.ExitStack) -> tuple[Any, dict[str, Any]]:
     """The engine, warm, and what its server has to know of it."""
-    from ..engine import Engine, Limits
-    from ..model import Split
-    from ..ops.exchange_buffers import open_exchanges
+    from ..engine import Limits
     from ..serve.masks import grammars_of
 
-    mtp = args.draft_tokens > 0
-    start_jax()
-    check_implementation(args.implementation)
-    check_devices(args.devices)
-    tensor = devices_sharing_heads(args.tensor or args.devices, args.devices, 1)
-    form = form_of(args, hf, cfg, tensor, drafts=mtp)
-    check(args.checkpoint, cfg, form, drafts=mtp)
-    shards = max(1, args.devices // tensor)
-    weights = weight_bytes(cfg, form, args.devices, tensor, drafts=mtp)
-    memory = args.cache_memory or _memory(weights)
-    mesh = Split(shards, tensor).mesh() if args.devices > 1 else None
-    layout = layout_from(args, cfg, include_drafts=mtp)
-    _, params = load(args.checkpoint, form, drafts=mtp, mesh=mesh)
-    weights_id = weights_name(args.checkpoint, form)
-    exchanges = opened.enter_context(open_exchanges(mesh))
-    stores = opened.enter_context(open_stores(args.store, layout))
-    limits = Limits(queued=args.queue)
-    with naming(
-        fields={"max_requests": "--max-requests", "max_context": "--max-context", "hbm_bytes": "--cache-memory"}
-    ):
-        engine = opened.enter_context(
-            Engine.of(
-                params,
-                layout,
-                memory,
-                freeze=True,
-                max_requests=-(-args.max_requests // shards),
-                max_context=args.max_context,
-                host=args.host_memory,
-                stores=stores,
-                weights_id=weights_id,
-                mesh=mesh,
-                exchanges=exchanges,
-                chunk_tokens=args.chunk,
-                decode_steps=args.decode_steps,
-                drafts=args.draft_tokens,
-                limits=limits,
-                implementation=args.implementation,
-            )
-        )
-    with Progress("compiling"):
-        engine.warm_up()
+    tensor = args.tensor or args.devices
+    placed = place(args, model, tensor)
+    weights_id = weights_name(args.checkpoint, placed.form)
+    engine = open_engine(
+        opened,
+        args,
+        model,
+        placed,
+        freeze=True,
+        max_requests=-(-args.max_requests // (args.devices // tensor)),
+        host=args.host_memory,
+        stores=opened.enter_context(open_stores(args.store, model.layout)),
+        weights_id=weights_id,
+        limits=Limits(queued=args.queue),
+    )
 
     def update(checkpoint: str, name: str) -> None:
         from ..model import load_hf
 
-        other = load_hf(checkpoint, weights=form, packed=form == "released", drafts=mtp, mesh=mesh)[1]
+        form, mesh = placed.form, placed.mesh
+        other = load_hf(checkpoint, weights=form, packed=form == "released", drafts=model.drafts, mesh=mesh)[1]
         engine.update_weights(other, name)
 
     first = engine.managers[0]
     facts = {
-        "vocab_size": cfg.vocab_size,
+        "vocab_size": model.cfg.vocab_size,
         "context": min(first.context_limit, first.pool_limit),
         "queued": args.queue,
         "queue_tokens": args.queue_tokens,
         "weights_id": weights_id,
-        "grammar": grammars_of(args.checkpoint, cfg.vocab_size),
+        "grammar": grammars_of(args.checkpoint, model.cfg.vocab_size),
         "update": update,
     }
     return engine, facts
-
-
-def _memory(weights: int) -> int:
-    """Bytes of each device for the cache."""
-    import jax
-
-    from .engine import DeviceMemory
-
-    memory = DeviceMemory(device_limit(), weights)
-    if memory.free <= 0:
-        raise OptionError(f"--weights: they take {human(weights)}, jax has {human(memory.total)} of the device")
-    return min(memory.free, _CPU_MEMORY) if jax.default_backend() == "cpu" else memory.free
 
 
 def _keys(path: pathlib.Path) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -11,6 +12,7 @@ import select
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 
@@ -55,7 +57,7 @@ def checkpoint(tmp_path_factory) -> pathlib.Path:
 
 
 def use_letters(patch) -> None:
-    patch("dsv4_jax.cli.chat.load", lambda *_, **__: (CFG, {}))
+    patch("dsv4_jax.cli.engine.load", lambda *_, **__: (CFG, {}))
     patch("dsv4_jax.engine.build.DeviceExecutor", Letters)
 
 
@@ -99,6 +101,20 @@ def test_json_alone_and_ends(checkpoint, capsys, monkeypatch):
     refused(capsys, [*argv[:3], "--effort", "huge"], "--effort: reasoning_effort must be one of")
     refused(capsys, [*argv[:3], "--chat-model", "v4.1"], "--checkpoint: ", "tokenizer.json has no token")
     refused(capsys, [*argv, "--stop", ""], "--stop: an empty text")
+
+
+@pytest.mark.parametrize("command", ["chat", "serve"])
+def test_what_does_not_fit_is_refused_before_it_is_loaded(command, checkpoint, capsys, monkeypatch):
+    """As `generate` refuses it: with what would hold it."""
+    if command == "serve":
+        pytest.importorskip("uvicorn")
+        server = contextlib.nullcontext(types.SimpleNamespace(address=("127.0.0.1", 1)))
+        monkeypatch.setattr("dsv4_jax.serve.server.Server", lambda *_, **__: server)
+    monkeypatch.setattr("dsv4_jax.cli.engine.load", lambda *_, **__: pytest.fail("loaded"))
+    argv = [command, "--checkpoint", str(checkpoint), *(["--port", "0"] if command == "serve" else [])]
+    needed = model.device_bytes(CFG, "float32")
+    monkeypatch.setattr("dsv4_jax.cli.engine.device_limit", lambda: needed - 1)
+    refused(capsys, argv, "--weights: float32 weights take ", "; --devices 2 would hold them")
 
 
 class Terminal:

@@ -107,7 +107,7 @@ def no_work(monkeypatch, tmp_path):
     monkeypatch.setattr(model, "init_params", lambda *_, **__: {})
     monkeypatch.setattr("dsv4_jax.bench.model.measure_model", lambda options, params, ceilings: {"model": "tiny"})
     monkeypatch.setattr("dsv4_jax.cli.generate.load", lambda *_, **__: (CHECKPOINT, {}))
-    monkeypatch.setattr("dsv4_jax.cli.chat.load", lambda *_, **__: (CHECKPOINT, {}))
+    monkeypatch.setattr("dsv4_jax.cli.engine.load", lambda *_, **__: (CHECKPOINT, {}))
     monkeypatch.setattr("dsv4_jax.engine.build.DeviceExecutor", Shadow)
     monkeypatch.setattr("dsv4_jax.cli.generate.answer", answer_one)
     monkeypatch.setattr("dsv4_jax.cli.logits.feed", lambda *_: (np.zeros((3, 4), np.float32), 1))

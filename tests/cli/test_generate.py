@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from dsv4_jax import CacheLayout, CacheSize, DSV4Config, init_cache, model
+from dsv4_jax.cli import engine, main
 from dsv4_jax.cli import generate as command
-from dsv4_jax.cli import main
 from dsv4_jax.cli.engine import DeviceMemory, choose_size, shares_a_block
 from dsv4_jax.cli.prompts import given_prompts
 from dsv4_jax.config import AttentionType
@@ -321,7 +321,7 @@ def test_refusals(checkpoint, capsys, tmp_path, monkeypatch):
         (["--tokens", "1", "--pool"], "--pool: blocks are shared by devices that share the heads"),
     ):
         refused(capsys, generate(checkpoint, *argv), *parts)
-    monkeypatch.setattr(command, "device_limit", lambda: 10_000)
+    monkeypatch.setattr(engine, "device_limit", lambda: 10_000)
     refused(
         capsys,
         generate(checkpoint, "--tokens", "1"),
@@ -330,9 +330,9 @@ def test_refusals(checkpoint, capsys, tmp_path, monkeypatch):
         "do not fit on 4 devices either",
     )
     needed = model.device_bytes(CFG, "float32")
-    monkeypatch.setattr(command, "device_limit", lambda: needed - 1)
+    monkeypatch.setattr(engine, "device_limit", lambda: needed - 1)
     refused(capsys, generate(checkpoint, "--tokens", "1"), "--weights: ", "; --devices 2 would hold them")
-    monkeypatch.setattr(command, "device_limit", lambda: needed + 1000)
+    monkeypatch.setattr(engine, "device_limit", lambda: needed + 1000)
     refused(
         capsys, generate(checkpoint, "--tokens", "1"), "--max-new-tokens: a cache for 128 tokens", "has 900 B for it"
     )
@@ -348,7 +348,7 @@ def test_refusals(checkpoint, capsys, tmp_path, monkeypatch):
 def test_checkpoints_that_do_not_run_are_named(capsys, tmp_path, monkeypatch):
     """Before anything is loaded or its room computed."""
     monkeypatch.setattr(command, "load", lambda *_, **options: pytest.fail("loaded"))
-    monkeypatch.setattr(command, "weight_bytes", lambda *_, **options: pytest.fail("computed"))
+    monkeypatch.setattr(engine, "weight_bytes", lambda *_, **options: pytest.fail("computed"))
     released.write(tmp_path, released.with_fp8_experts(released.tensors()))
     argv = generate(tmp_path, "--tokens", "1", "--weights", "released")
     refused(
