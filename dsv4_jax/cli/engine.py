@@ -10,11 +10,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..capacity import device_limit, largest_fitting
+from ..capacity import device_limit, largest_fitting, machine_bytes, plan_capacity, plan_host_capacity
 from ..config import DSV4Config
 from ..errors import OptionError
 from ..hf_config import read_hf
 from ..layout import CacheLayout, CacheSize
+from ..manager import HostSize
 from ..records import block_record, snapshot_layouts, snapshot_record
 from .answers import Answer, AnswerPrinter, Speed
 from .models import add_drafts, add_weights, check, check_drafts, devices_that_hold, form_of, load, weight_bytes
@@ -34,6 +35,7 @@ __all__ = [
     "add_store",
     "answer",
     "choose_size",
+    "host_size",
     "open_engine",
     "open_stores",
     "place",
@@ -153,45 +155,64 @@ def place(args: argparse.Namespace, model: Model, tensor: int) -> Placed:
 
 
 def open_engine(
-    opened: contextlib.ExitStack, args: argparse.Namespace, model: Model, placed: Placed, **options: Any
+    opened: contextlib.ExitStack,
+    args: argparse.Namespace,
+    model: Model,
+    placed: Placed,
+    *,
+    max_requests: int,
+    **options: Any,
 ) -> Engine:
     """Loads the weights and returns an engine that has compiled its steps. The stack closes it.
 
     Args:
+        max_requests: of each data shard.
         options: of the engine, beside those that the command line of `chat` and of `serve` has.
 
-    Raises `OptionError`, `CapacityError` and what loading raises.
+    Raises:
+        OptionError: the cache does not fit, or steps have no room for its requests: before anything is loaded.
+        CacheError: as `load`.
     """
     import jax
 
     from ..engine import Engine
     from ..ops.exchange_buffers import open_exchanges
 
-    memory = args.cache_memory
-    if not memory:
-        memory = placed.memory.free
-        memory = min(memory, _CPU_MEMORY) if jax.default_backend() == "cpu" else memory
+    memory, asked = placed.memory, args.cache_memory
+    if asked and asked > (left := memory.total - memory.weights):
+        raise OptionError(f"--cache-memory: {human(asked)}, the device has {human(left)} beside its weights")
+    most = min(memory.free, _CPU_MEMORY) if jax.default_backend() == "cpu" else memory.free
+    with naming(
+        fields={"max_requests": "--max-requests", "max_context": "--max-context", "hbm_bytes": "--cache-memory"}
+    ):
+        size = plan_capacity(
+            model.layout,
+            hbm_bytes=asked or most,
+            max_requests=max_requests,
+            max_context=args.max_context,
+            states="blocks",
+        )
+    rows = size.num_slots * (1 + args.draft_tokens)
+    if args.chunk and args.chunk < rows:
+        raise OptionError(f"--chunk: requests and their drafts are {rows} tokens of a step at least, got {args.chunk}")
     _, params = load(args.checkpoint, placed.form, drafts=model.drafts, mesh=placed.mesh)
     exchanges = opened.enter_context(open_exchanges(placed.mesh))
-    names = {"max_requests": "--max-requests", "max_context": "--max-context", "chunk_tokens": "--chunk"}
-    with naming(fields=names | {"hbm_bytes": "--cache-memory"}):
-        engine = opened.enter_context(
-            Engine.of(
-                params,
-                model.layout,
-                memory,
-                max_context=args.max_context,
-                mesh=placed.mesh,
-                exchanges=exchanges,
-                chunk_tokens=args.chunk,
-                decode_steps=args.decode_steps,
-                drafts=args.draft_tokens,
-                implementation=args.implementation,
-                **options,
-            )
+    engine = opened.enter_context(
+        Engine.of(
+            params,
+            model.layout,
+            size,
+            mesh=placed.mesh,
+            exchanges=exchanges,
+            chunk_tokens=args.chunk,
+            decode_steps=args.decode_steps,
+            drafts=args.draft_tokens,
+            implementation=args.implementation,
+            **options,
         )
-        with Progress("compiling"):
-            engine.warm_up()
+    )
+    with Progress("compiling"):
+        engine.warm_up()
     return engine
 
 
@@ -245,6 +266,16 @@ def shares_a_block(prompts: Sequence[Sequence[int]], block_tokens: int) -> bool:
     """Whether two prompts have their first block in common, and a token behind it: something to find in a cache."""
     firsts = Counter(tuple(prompt[:block_tokens]) for prompt in prompts if len(prompt) > block_tokens)
     return max(firsts.values(), default=0) > 1
+
+
+def host_size(args: argparse.Namespace, layout: CacheLayout, shards: int) -> HostSize:
+    """What `--host-memory` holds for each of so many data shards. Raises `OptionError`."""
+    if not args.host_memory:
+        return HostSize(0)
+    if args.host_memory > (there := machine_bytes()):
+        raise OptionError(f"--host-memory: {human(args.host_memory)}, this machine has {human(there)}")
+    with naming(fields={"host_bytes": "--host-memory"}):
+        return HostSize(plan_host_capacity(layout, args.host_memory // shards))
 
 
 def weights_name(checkpoint: pathlib.Path, form: str) -> str:

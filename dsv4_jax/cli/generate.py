@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import time
 
-from ..capacity import plan_host_capacity
 from ..config import DSV4Config
 from ..errors import OptionError
 from ..manager import CachePolicy, SnapshotPlacement
@@ -17,6 +16,7 @@ from .engine import (
     add_store,
     answer,
     choose_size,
+    host_size,
     open_stores,
     place,
     shares_a_block,
@@ -29,7 +29,6 @@ from .options import (
     add_json,
     add_layout,
     devices_sharing_heads,
-    naming,
     option,
     refuse_same,
 )
@@ -98,11 +97,9 @@ def run(args: argparse.Namespace) -> int:
         keeps = args.store is not None or shares_a_block([prompt.tokens for prompt in prompts], layout.block_tokens)
     if args.store is not None and not (keeps and args.host_memory):
         raise OptionError("--store: what is kept goes there from --host-memory, and by --prefix-caching")
-    if args.host_memory:
-        if not keeps:
-            raise OptionError("--host-memory: without --prefix-caching nothing is kept")
-        with naming(fields={"host_bytes": "--host-memory"}):
-            plan_host_capacity(layout, args.host_memory // shards)
+    if args.host_memory and not keeps:
+        raise OptionError("--host-memory: without --prefix-caching nothing is kept")
+    host = host_size(args, layout, shards)
     high = min(-(-side_by_side // shards), chunk // (1 + args.draft_tokens))
     steps = min(args.decode_steps, args.max_new_tokens)
     needs = _needs(prompts, args.max_new_tokens, steps * (1 + args.draft_tokens) - 1, cfg)
@@ -118,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
             params,
             layout,
             size,
-            host=args.host_memory,
+            host=host,
             stores=stores,
             policy=CachePolicy(snapshots=SnapshotPlacement(end_of_output=False, doubling=None)) if keeps else None,
             weights_id=weights_name(args.checkpoint, form) if stores is not None else None,

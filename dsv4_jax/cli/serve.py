@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import FileError, ImplementationError, OptionError
 from ..text import stop_tokens_of
-from .engine import Model, add_steps, add_store, open_engine, open_stores, place, weights_name
+from .engine import Model, add_steps, add_store, host_size, open_engine, open_stores, place, weights_name
 from .options import add_command, add_json, add_layout, naming, option
 from .printing import present, say
 from .values import byte_count, given_path, natural, positive, short, token_count
@@ -151,7 +151,7 @@ def _engine(args: argparse.Namespace, model: Model, opened: contextlib.ExitStack
     from ..serve.masks import grammars_of
 
     tensor = args.tensor or args.devices
-    placed = place(args, model, tensor)
+    placed, shards = place(args, model, tensor), args.devices // tensor
     weights_id = weights_name(args.checkpoint, placed.form)
     engine = open_engine(
         opened,
@@ -159,8 +159,8 @@ def _engine(args: argparse.Namespace, model: Model, opened: contextlib.ExitStack
         model,
         placed,
         freeze=True,
-        max_requests=-(-args.max_requests // (args.devices // tensor)),
-        host=args.host_memory,
+        max_requests=-(-args.max_requests // shards),
+        host=host_size(args, model.layout, shards),
         stores=opened.enter_context(open_stores(args.store, model.layout)),
         weights_id=weights_id,
         limits=Limits(queued=args.queue),

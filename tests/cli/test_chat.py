@@ -115,6 +115,13 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(command, checkpoint, c
     needed = model.device_bytes(CFG, "float32")
     monkeypatch.setattr("dsv4_jax.cli.engine.device_limit", lambda: needed - 1)
     refused(capsys, argv, "--weights: float32 weights take ", "; --devices 2 would hold them")
+    monkeypatch.setattr("dsv4_jax.cli.engine.device_limit", lambda: needed + (1 << 23))
+    refused(capsys, [*argv, "--cache-memory", "9MiB"], "--cache-memory: 9.00 MiB, the device has 8.00 MiB beside ")
+    refused(capsys, [*argv, "--max-context", "128K"], "--max-context")
+    if command == "serve":
+        refused(capsys, [*argv, "--chunk", "63"], "--chunk: requests and their drafts are 64 tokens of a step")
+        refused(capsys, [*argv, "--host-memory", "5KiB"], "--host-memory: 5120 bytes are too few")
+        refused(capsys, [*argv, "--host-memory", "9TiB"], "--host-memory: 9.00 TiB, this machine has ")
 
 
 class Terminal:

@@ -318,6 +318,7 @@ def test_refusals(checkpoint, capsys, tmp_path, monkeypatch):
         (["--tokens", "1", "--store", "x"], "--store: what is kept goes there from --host-memory"),
         (["--tokens", "1", "--host-memory", "1GiB"], "--host-memory: without --prefix-caching"),
         (["--tokens", "1", "--prefix-caching", "--host-memory", "2000"], "--host-memory: "),
+        (["--tokens", "1", "--prefix-caching", "--host-memory", "9TiB"], "--host-memory: 9.00 TiB, this machine has "),
         (["--tokens", "1", "--pool"], "--pool: blocks are shared by devices that share the heads"),
     ):
         refused(capsys, generate(checkpoint, *argv), *parts)
