@@ -48,7 +48,19 @@ __all__ = [
 
 
 class CacheError(Exception):
-    """Base class of all errors of `dsv4_jax`."""
+    """Base class of all errors of `dsv4_jax`. Copied and pickled they are what they were, without their cause.
+
+    What is raised again and again is a copy: the original would keep the frames of all that it was raised in.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _again, (type(self), self.args), self.__dict__
+
+
+def _again(kind: type[CacheError], args: tuple[Any, ...]) -> CacheError:
+    error = kind.__new__(kind, *args)  # whose `__init__` takes what the message was made of
+    error.args = args
+    return error
 
 
 class ConfigError(CacheError, ValueError):

@@ -13,7 +13,7 @@ import tomllib
 import numpy as np
 import pytest
 
-from dsv4_jax import CacheLayout, CacheSize, DSV4Config, KVCacheManager, init_cache
+from dsv4_jax import CacheLayout, CacheSize, DSV4Config, KVCacheManager, errors, init_cache
 from dsv4_jax.cli import _COMMANDS, _arguments
 from dsv4_jax.errors import LayoutError, PlanError, PoolError
 from dsv4_jax.manager import StepShape
@@ -93,6 +93,19 @@ def test_a_layout_is_immutable() -> None:
         del layout.block_tokens
     for twin in (pickle.loads(pickle.dumps(layout)), copy.copy(layout), copy.deepcopy(layout)):
         assert twin == layout and hash(twin) == hash(layout) and twin.leaves == layout.leaves
+
+
+def test_errors_are_copied_and_pickled_as_they_are() -> None:
+    for error in (
+        errors.PeerError("them", "gone"),
+        errors.RecordMismatchError("them", [3], [13]),
+        errors.ContextLimitError("r", 9, 8),
+        errors.TraceError("no tokens", "a.jsonl", 3),
+        errors.FileError("no such file"),
+        errors.OutOfBlocksError(3, 1, 8),
+    ):
+        for twin in (copy.copy(error), pickle.loads(pickle.dumps(error))):
+            assert type(twin) is type(error) and str(twin) == str(error) and vars(twin) == vars(error)
 
 
 @pytest.mark.parametrize("name", [[], {}, None, 1, np.array(["fp8"]), "FP8"], ids=lambda name: type(name).__name__)

@@ -266,6 +266,7 @@ class AsyncStore:
                 call.future.set_result(result)
         except BaseException:  # of a callback, and no `Exception`: those are logged where it is called
             threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
+        del call, error  # of whose traceback this frame is: a cycle would keep the records
         with self._change:
             self._unfinished -= 1
             self._change.notify_all()

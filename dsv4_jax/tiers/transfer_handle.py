@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 from typing import Any
@@ -71,7 +72,7 @@ class TransferHandle:
                 pause = min(2 * pause, _POLL)
         if (error := self._result()) is not None:
             if isinstance(error, TransferError):
-                raise error
+                raise copy.copy(error) from error.__cause__
             raise TransferError(f"the transfer failed: {error}") from error
 
     @property
@@ -84,7 +85,7 @@ class TransferHandle:
             try:
                 self._token.block_until_ready()
             except Exception as error:  # whatever the runtime reports is what the waiter must see
-                self._error = error
+                self._error = error.with_traceback(None)
             self._done = True
             self.is_ready()
         return self._error

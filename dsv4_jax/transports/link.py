@@ -46,13 +46,13 @@ class SocketRequest:
 
     def __init__(self, data: bytes, buffers: Sequence[Any]):
         self.data, self.buffers = data, buffers
-        self.error: Exception | None = None
+        self.error: str | None = None
         self.ended = threading.Event()
 
     def is_done(self) -> bool:
         """Whether the buffers hold the answer. Raises `OSError` if they never will."""
         if self.ended.is_set() and self.error is not None:
-            raise OSError(str(self.error))
+            raise OSError(self.error)
         return self.ended.is_set()
 
 
@@ -83,7 +83,7 @@ class SocketLink:
         self._jobs: queue.SimpleQueue[SocketRequest | bytes | None] = queue.SimpleQueue()
         self._open_jobs = self._queued = 0  # jobs that have not ended; bytes of messages among them
         self._up = self._looking_up = False
-        self._error: Exception | None = None
+        self._error: str | None = None  # the text alone: its frames would keep buffers and sockets
         self._thread = threading.Thread(target=self._run, daemon=True, name="dsv4 transport")
         self._thread.start()
 
@@ -107,14 +107,14 @@ class SocketLink:
                 ready = select.poll()  # `select.select` takes no descriptors beyond 1023
                 ready.register(self._socket, select.POLLIN)
                 if ready.poll(0):  # nobody has asked for anything
-                    self._break(ConnectionResetError("the other end has closed the connection"))
+                    self._break("the other end has closed the connection")
                     self._check()
             return self._up
 
     def close(self) -> None:
         """Ends the connection: when this returns no buffer is written any more."""
         with self._lock:
-            self._break(OSError("disconnected"))
+            self._break("disconnected")
             looking_up = self._looking_up
         self._jobs.put(None)
         if looking_up:  # which nobody can break off; it writes nothing, and ends by itself
@@ -126,7 +126,7 @@ class SocketLink:
         if self._error is not None:
             raise OSError(f"the connection is broken: {self._error}")
 
-    def _break(self, error: Exception) -> None:
+    def _break(self, error: str) -> None:
         self._error = self._error or error
         if self._socket is not None:
             cut(self._socket)
@@ -159,7 +159,7 @@ class SocketLink:
                 self._end(job)
         except Exception as error:  # nothing more can be understood on this connection
             with self._lock:
-                self._break(error)
+                self._break(str(error) or type(error).__name__)
             if job is not None:
                 self._end(job)
         self._drop_jobs()
@@ -238,8 +238,7 @@ class SocketLink:
             try:
                 _knock(connection, place, until, lambda: self._error)
                 with self._lock:
-                    if self._error is not None:  # closed meanwhile: from here on that wakes us
-                        raise self._error
+                    self._check()  # closed meanwhile? From here on that wakes us
                 return read(connection, 16, until)
             except OSError as error:
                 problem = error
@@ -255,8 +254,7 @@ class SocketLink:
             )
             with self._lock:
                 self._socket = wrapped
-                if self._error is not None:
-                    raise self._error
+                self._check()
             wrapped.do_handshake()
         introduce(self._socket, self._name, self._me, self._reach, self._gate, number)
         self._socket.settimeout(None)

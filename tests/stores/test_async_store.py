@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import collections
+import gc
 import re
 import subprocess
 import sys
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -166,6 +168,24 @@ def test_errors_belong_to_their_call():
         with pytest.raises(ShapeError):
             store.read_into(keys(1), [bytes(RECORD_BYTES)])
         assert store.pending_bytes == 0
+
+
+def test_a_call_that_failed_keeps_its_records_no_longer_than_its_future():
+    """Not until the collector of cycles comes by: they may be most of the memory."""
+    gate = Gate(fail=frozenset([key(1)]))
+    gate.open.set()
+    with AsyncStore(gate, workers=1) as store:
+        given = records(1).copy()
+        kept = weakref.ref(given)
+        future = store.write([key(1)], given)
+        assert "on fire" in str(future.exception(PATIENCE))
+        store.drain(PATIENCE)
+        gc.disable()
+        try:
+            del given, future
+            assert kept() is None
+        finally:
+            gc.enable()
 
 
 def test_close_finishes_what_was_accepted_and_accepts_no_more():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import weakref
@@ -183,7 +184,31 @@ def test_an_error_of_the_engine_loses_the_peer_and_is_the_cause(made, when):
         engine.reads[0].failure = failure
     with pytest.raises(PeerError, match=r"them.*KeyError: 'no such memory'") as caught:
         handle.wait()
-    assert caught.value.__cause__ is failure and peer.error is caught.value and engine.cut == ["them"]
+    assert caught.value.__cause__ is failure and str(peer.error) == str(caught.value) and engine.cut == ["them"]
+
+
+def test_the_error_of_a_lost_peer_keeps_nothing_of_those_who_met_it(made):
+    """Neither pages of an engine's call nor what its readers have: no frames, however often they ask."""
+    engine, _, _, transport, peer = made
+    handles = [transport.read(peer, "block", [i], [i], None) for i in (1, 2)]
+    kept: list[weakref.ref] = []
+
+    def fails():
+        page = np.zeros(1)
+        kept.append(weakref.ref(page))
+        raise OSError("the link broke")
+
+    def asks(handle):
+        mine = np.zeros(1)
+        kept.append(weakref.ref(mine))
+        with contextlib.suppress(PeerError):
+            handle.wait()
+
+    engine.reads[0].is_done = fails
+    for handle in (*handles, *handles):
+        asks(handle)
+    assert peer.error is not None and [each() for each in kept] == [None] * 5
+    assert [each.error.peer for each in handles] == ["them"] * 2 and "the link broke" in str(handles[1].error)
 
 
 def test_errors_of_other_calls_of_the_engine(made):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import json
 import os
 import pathlib
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -313,6 +315,22 @@ def test_an_answer_that_is_refused_breaks_the_link_and_says_why(listening):
     for call in (lambda: link.ask(b"", []), lambda: link.tell(b""), link.is_up):
         with pytest.raises(OSError, match="broken"):
             call()
+    link.close()
+
+
+def test_a_link_that_broke_keeps_no_buffers_of_what_it_was_asked(listening):
+    """They are pages: a pool that is gone must not wait for the collector of cycles."""
+    link, page = link_to(listening.reach), np.zeros(9, np.uint8)
+    kept, request = weakref.ref(page), link.ask(b"no", [page])
+    with pytest.raises(OSError, match="nothing of that name"):
+        until(request.is_done)
+    link._thread.join()
+    gc.disable()
+    try:
+        del page, request
+        assert kept() is None
+    finally:
+        gc.enable()
     link.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import deque
 from collections.abc import Callable
@@ -94,4 +95,4 @@ class PageRead:
             # No pause at first, which other threads need all the same: an engine's may be among them.
             time.sleep(_PAUSE if time.monotonic() - began > _SPIN else 0)
         if self.error is not None:
-            raise self.error
+            raise copy.copy(self.error) from self.error.__cause__  # it is that of the peer, and of its other reads

@@ -513,8 +513,7 @@ class RecordTransport:
         if peer.error is None:
             peer.losses += 1
             self._counts["losses"] += 1
-        peer.error = error
-        link = self._links[peer]
+        peer.error, link = _without_frames(error), self._links[peer]
         try:
             if link.link is not None:
                 self._engine.disconnect(link.link)
@@ -548,5 +547,13 @@ def _as_peer_error(peer: str, problem: str, error: BaseException) -> TransferErr
     if isinstance(error, TransferError):
         return error
     lost = PeerError(peer, f"{problem}: {type(error).__name__}: {error}")
-    lost.__cause__ = error
+    lost.__cause__ = error if isinstance(error, Exception) else None
     return lost
+
+
+def _without_frames(error: TransferError) -> TransferError:
+    """What is kept as long as a peer is lost: frames would keep sockets, pages and what callers have."""
+    each: BaseException | None = error
+    while each is not None:
+        each.__traceback__, each = None, each.__cause__ or each.__context__
+    return error
