@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 from ..checks import check_boolean, check_integer, check_seconds, shown
 from ..errors import EngineError, ManagerInterruptedError, PlanError, QueueFullError, RequestError
 from ..events import BlockEvent, EventLog
-from ..manager.metrics import Family, ManagerStats, exposition, families_of
+from ..manager.metrics import Family, ManagerStats, exposition
 from .core import Core, check_id
 from .executor import Executor, Pending, Work
 from .handle import Handle
@@ -340,7 +340,7 @@ class Engine:
                 tell = getattr(part, "stats", None)
                 if (seen := None if tell is None else tell()) is not None:
                     labels = common | ({"shard": str(shard)} if len(parts) > 1 else {})
-                    groups.append((prefix, labels, families_of(seen)))
+                    groups.append((prefix, labels, seen.families()))
         block = self._core.layout.block_tokens
         return exposition([*groups, ("", common, vllm_families(stats, own, managers, block))])
 

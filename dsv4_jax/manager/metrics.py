@@ -25,10 +25,8 @@ __all__ = [
     "NamespaceUse",
     "PoolUse",
     "Samples",
-    "TransportNumbers",
     "collect_stats",
     "exposition",
-    "families_of",
     "pool_use",
     "prometheus_text",
 ]
@@ -60,10 +58,11 @@ class PoolUse(NamedTuple):
 
 # Why hand-offs are given up. Sent: its time was over, a younger one needed room, this host took it back, a step of it
 # did not run, the request's text was changed, the manager was reset. Received: the peer is lost, a record was torn, its
-# time was over, no room here, what came before it was evicted, the manager was reset, it was not waited for.
+# time was over, no room here, what came before it was evicted, the manager was reset, the pool is not where it was
+# published, it was not waited for.
 ENDS = {
     "sent": ("time", "room", "withdrawn", "step", "changed", "reset"),
-    "received": ("peer", "torn", "time", "room", "evicted", "reset", "left"),
+    "received": ("peer", "torn", "time", "room", "evicted", "reset", "moved", "left"),
 }
 
 
@@ -333,56 +332,16 @@ class Measured(Protocol):
         ...
 
 
-@runtime_checkable
-class TransportNumbers(Protocol):
-    """What `RecordTransport.stats` gives."""
-
-    @property
-    def engine(self) -> str: ...
-    @property
-    def counts(self) -> Mapping[str, int]: ...
-    @property
-    def seconds(self) -> float: ...
-    @property
-    def up(self) -> int: ...
-    @property
-    def lost(self) -> int: ...
-
-
-def prometheus_text(stats: Measured | TransportNumbers, prefix: str = "dsv4_cache") -> str:
+def prometheus_text(stats: Measured, prefix: str = "dsv4_cache") -> str:
     """Returns what `KVCacheManager.stats` gave in Prometheus' text exposition format, version 0.0.4; or its `cache`
-    alone, or what `StorageDriver.stats` or `RecordTransport.stats` gave (say another prefix there).
+    alone, or what `stats` of `StorageDriver`, `RecordTransport` or `RemoteDriver` gave (say another prefix there).
 
     Raises:
         PlanError: it is none of these.
     """
-    if isinstance(stats, type) or not isinstance(stats, Measured | TransportNumbers):
+    if isinstance(stats, type) or not isinstance(stats, Measured):
         raise PlanError(f"prometheus_text takes what KVCacheManager.stats() gave, got {type(stats).__name__}")
-    return exposition([(prefix, {}, families_of(stats))])
-
-
-def families_of(stats: Measured | TransportNumbers) -> Iterable[Family]:
-    """The metrics of any of these."""
-    return stats.families() if isinstance(stats, Measured) else _transport_families(stats)
-
-
-def _transport_families(stats: TransportNumbers) -> Iterator[Family]:
-    engine, counts = {"engine": stats.engine}, stats.counts
-    peers: Samples = [({**engine, "state": "up"}, stats.up), ({**engine, "state": "lost"}, stats.lost)]
-    yield Family("peers", "gauge", "Other hosts: connected to, and lost and looked for.", peers)
-    known = {
-        "losses": "Times that a peer was lost.",
-        "reconnects": "Times that one was found again.",
-        "given_up": "Peers that were looked for in vain.",
-        "reads": "Reads of other hosts' records that have ended.",
-        "failed_reads": "Those of them that have failed.",
-        "bytes": "Bytes read from other hosts.",
-        "notices": "Messages of other hosts.",
-    }
-    for name in {**known, **counts}:
-        text = known.get(name, f"What the engine counts as {name}.")
-        yield Family(f"{name}_total", "counter", text, [(engine, counts.get(name, 0))])
-    yield Family("read_seconds_total", "counter", "How long reads took, added up.", [(engine, stats.seconds)])
+    return exposition([(prefix, {}, stats.families())])
 
 
 def exposition(groups: Iterable[tuple[str, Mapping[str, str], Iterable[Family]]]) -> str:

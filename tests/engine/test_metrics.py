@@ -17,6 +17,7 @@ from dsv4_jax.engine import Engine, Limits, Output, Prompt
 from dsv4_jax.engine.metrics import EngineMetrics
 from dsv4_jax.errors import EngineError, QueueFullError
 from dsv4_jax.manager import prometheus_text
+from dsv4_jax.tiers.remote.peer import HANDOFF_COUNTS, PeerStats, TransportStats
 from dsv4_jax.tiers.store_calls import StoreCalls
 
 from .serving import Seeded, Server
@@ -175,7 +176,9 @@ def test_stores_and_other_hosts_are_on_the_page():
     """What their parts tell, whatever it is; those that tell nothing are left out."""
     serving, server = engine()
     counts = collections.Counter(losses=2, reconnects=1, bytes=4096, refused=3)
-    told = types.SimpleNamespace(engine="socket", peers=(), counts=counts, seconds=0.5, up=1, lost=1)
+    peers = tuple(PeerStats("a", error, 0, 0, 0, 0, 0.0) for error in (None, "gone"))
+    handoffs = collections.Counter(dict.fromkeys(HANDOFF_COUNTS, 0), foreign=5)
+    told = TransportStats("socket", peers, counts, 0.5, handoffs)
     calls = StoreCalls({"block": types.SimpleNamespace(pending_bytes=7)})
     with serving:
         server.core.remote = types.SimpleNamespace(stats=lambda: told)
@@ -186,6 +189,10 @@ def test_stores_and_other_hosts_are_on_the_page():
     assert seen['dsv4_transport_peers{engine="socket",state="lost"}'] == 1
     assert seen['dsv4_transport_bytes_total{engine="socket"}'] == 4096
     assert seen['dsv4_transport_refused_total{engine="socket"}'] == 3
+    assert [seen[f'dsv4_transport_handoffs_{name}_total{{engine="socket"}}'] for name in ("foreign", "dropped")] == [
+        5,
+        0,
+    ]
     assert seen['dsv4_cache_handoffs_ended_total{side="sent",reason="done"}'] == 0
     assert prometheus_text(told, prefix="x").startswith("# HELP x_peers")
     # The dashboard shows what there is, by labels that there are.

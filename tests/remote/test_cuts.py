@@ -10,6 +10,7 @@ import time
 import pytest
 
 from dsv4_jax.errors import HandoffError, PeerError, TransferError
+from dsv4_jax.manager import prometheus_text
 from dsv4_jax.tiers.remote import peer as peers
 from dsv4_jax.transports import wire
 from tests.clock import PATIENCE, FakeClock
@@ -190,6 +191,9 @@ def test_a_lease_is_ended_by_its_own_host_alone(sides) -> None:
         until(lambda: taker.poll() or arrival.is_over)
         until(lambda: taker.poll() or sender.poll() or not sender.manager.leases)
         assert sender.driver.counts["acknowledged"] == 1
+        page = prometheus_text(sender.driver.stats(), prefix="dsv4_transport").splitlines()
+        for name, count in {"exported": 1, "announced": 1, "acknowledged": 1, "asked_again": 0, "foreign": 2}.items():
+            assert f'dsv4_transport_handoffs_{name}_total{{engine="loopback"}} {count}' in page
 
 
 def test_the_first_host_that_names_a_lease_has_it_and_names_cannot_be_guessed(sides) -> None:

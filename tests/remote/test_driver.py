@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
@@ -75,6 +76,21 @@ def test_a_part_goes_to_the_arrival_of_its_prompt_and_tenant(sides) -> None:
     while not arrival.is_over:
         taker.poll()
     assert taker.manager.admit_remote(arrival).num_hit == 4 * BLOCK
+
+
+def test_a_torn_record_is_counted_as_one(sides) -> None:
+    """And not as a peer that is gone, which is somebody else's to look after."""
+    sender, taker, peer = sides
+    sender.export()
+    (handoff,) = sender.poll()
+    handoff = dataclasses.replace(handoff, sums=(bytes(16), *handoff.sums[1:]))
+    arrival = taker.driver.receive(handoff.to_json(), peer, PROMPT, namespace=A)
+    while not arrival.is_over:
+        taker.poll()
+    assert taker.manager.admit_remote(arrival).num_hit == 0
+    ended = taker.manager.stats().handoffs.ended
+    assert (ended["received", "torn"], ended["received", "peer"]) == (1, 0)
+    assert taker.driver.given_up == {"torn or stale record": 1}
 
 
 @pytest.mark.parametrize(("there", "here"), [(2, 4), (1, 2), (4, 1)])

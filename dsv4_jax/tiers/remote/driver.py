@@ -46,7 +46,7 @@ from ...records import block_record
 from ...untrusted import parse_json
 from ..transfer_handle import TransferHandle
 from .checks import RecordKind
-from .peer import Peer
+from .peer import HANDOFF_COUNTS, Peer, TransportStats
 from .transport import Notice, RecordTransport
 
 if TYPE_CHECKING:
@@ -58,14 +58,15 @@ __all__ = ["Fence", "RemoteDriver"]
 _MAX_WORD = 1024  # bytes of what one driver says to another
 MAX_KEPT, MAX_KEPT_OF_ONE = 16 << 20, 1 << 20  # bytes of notices for others, of all senders and of one
 _REMEMBERED = 1024  # leases of arrivals that were closed, of which hand-offs may still come
-_REASONS = {  # why an arrival was given up: words of its failure
-    "host gone": "peer ",
-    "torn or stale record": "checksums",
-    "lease over": "lease",
-    "no room": "not free",
-    "prefix evicted": "left the cache",
-    "reset": "was reset",
-    "pool moved": "the host pool",
+_REASONS = {  # why an arrival was given up: `Arrival.reason` in words
+    "peer": "host gone",
+    "torn": "torn or stale record",
+    "time": "lease over",
+    "room": "no room",
+    "evicted": "prefix evicted",
+    "reset": "reset",
+    "moved": "pool moved",
+    "left": "closed",
 }
 
 
@@ -121,7 +122,7 @@ class RemoteDriver:
             the other host has ended), "asked_again" (hand-offs that it missed), "foreign" (words about leases of
             others), "dropped" (notices for others that nobody took); "begun" and "done" (arrivals, whole).
         given_up: arrivals that were not done, by the reason: "host gone", "torn or stale record", "lease over",
-            "no room", "prefix evicted", "reset", "pool moved", "closed" (nobody waited any more), "other".
+            "no room", "prefix evicted", "reset", "pool moved", "closed" (nobody waited any more).
 
     Raises:
         RequestError: the manager has no `weights_id`.
@@ -147,7 +148,9 @@ class RemoteDriver:
         self._ended: dict[str, None] = {}  # leases of arrivals that were closed, the oldest first
         self._owed: dict[str, tuple[Peer, float]] = {}  # acknowledgements, of leases that last until then
         self._takers: dict[str, str] = {}  # of a lease: the host that it is of
-        self.counts: collections.Counter[str] = collections.Counter()
+        self.counts: collections.Counter[str] = collections.Counter(
+            dict.fromkeys((*HANDOFF_COUNTS, "begun", "done"), 0)
+        )
         self.given_up: collections.Counter[str] = collections.Counter()
 
     @property
@@ -155,10 +158,9 @@ class RemoteDriver:
         """Whether something is under way that `poll` goes on with."""
         return bool(self._exported or self._readings or self._arrivals or self._owed)
 
-    def stats(self) -> Any:
-        """What the transport tells of peers and reads (`RecordTransport.stats`), from any thread; None: nothing."""
-        tell = getattr(self._transport, "stats", None)
-        return None if tell is None else tell()
+    def stats(self) -> TransportStats:
+        """What the transport tells of peers and reads (`RecordTransport.stats`), with `counts`; from any thread."""
+        return dataclasses.replace(self._transport.stats(), handoffs=self.counts.copy())
 
     # The host that has computed
 
@@ -391,7 +393,7 @@ class RemoteDriver:
                 bad = error.destinations
             done = [bad is not None and not set(bad) & set(read.pages) for read in reading.reads]
             if error is not None:
-                self.tier.fail(reading.arrival, str(error))
+                self.tier.fail(reading.arrival, str(error), "peer" if bad is None else "torn")
             self.tier.finish_reads(reading.arrival, reading.reads, done)
             self._readings.remove(reading)  # of a call that was broken off it is ended once more
 
@@ -399,7 +401,7 @@ class RemoteDriver:
         """What has come, or comes, is not in the manager's pages."""
         for reading in list(self._readings):
             self._transport.disconnect(reading.peer)  # after which nothing is written
-            self.tier.fail(reading.arrival, why)
+            self.tier.fail(reading.arrival, why, "moved")
             self.tier.finish_reads(reading.arrival, reading.reads, [False] * len(reading.reads))
             self._readings.remove(reading)
 
@@ -415,7 +417,7 @@ class RemoteDriver:
                 if arrival.failure is None and arrival.last and arrival.joined == arrival.total:
                     self.counts["done"] += 1
                 else:
-                    self.given_up[_reason(arrival)] += 1
+                    self.given_up[_REASONS[arrival.reason]] += 1
                 self._owed[arrival.lease] = coming.peer, arrival.until
         for lease, (peer, until) in list(self._owed.items()):
             said = peer.error is None and self._say(peer, {"acknowledge": lease})
@@ -433,13 +435,6 @@ def _check_published(manager: KVCacheManager, transport: RecordTransport) -> Non
         raise LayoutError(f"published pages are split into {have}, the manager's are of {want} pool ranks")
     if (have := transport.num_pages) < (want := manager.cache.pages.num_total):
         raise LayoutError(f"the manager has {want} pages, {have} are published")
-
-
-def _reason(arrival: Arrival) -> str:
-    """Why it was given up, in few words."""
-    if arrival.failure is None:
-        return "closed"
-    return next((reason for reason, words in _REASONS.items() if words in arrival.failure), "other")
 
 
 def _parse(message: bytes) -> Any:

@@ -5,17 +5,36 @@ from __future__ import annotations
 import collections
 import dataclasses
 import random
+from collections.abc import Iterator
 from typing import Any
 
 from ...errors import TransferError
+from ...manager.metrics import Family, Samples
 from .metadata import PoolMetadata
 from .read import PageRead
 
-__all__ = ["Link", "Peer", "PeerStats", "TransportStats"]
+__all__ = ["HANDOFF_COUNTS", "Link", "Peer", "PeerStats", "TransportStats"]
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 5.0  # seconds before a lost peer is connected to again: doubled each time
 _STEADY = 10.0  # seconds that a link has to last for the pauses to begin anew
 GIVEN_UP = 600.0  # seconds after which a lost peer is not connected to any more
+_COUNTS = {
+    "losses": "Times that a peer was lost.",
+    "reconnects": "Times that one was found again.",
+    "given_up": "Peers that were looked for in vain.",
+    "reads": "Reads of other hosts' records that have ended.",
+    "failed_reads": "Those of them that have failed.",
+    "bytes": "Bytes read from other hosts.",
+    "notices": "Messages of other hosts.",
+}
+HANDOFF_COUNTS = {  # of a `RemoteDriver`; what has begun and ended is counted by its manager
+    "exported": "Parts of prompts that were exported.",
+    "announced": "Those that were ready to be sent, again where they were missed.",
+    "acknowledged": "Leases that the other host has ended.",
+    "asked_again": "Parts that the other host has missed.",
+    "foreign": "Words about leases of others.",
+    "dropped": "Notices for others than the driver that nobody took.",
+}
 
 
 @dataclasses.dataclass(eq=False)
@@ -65,12 +84,26 @@ class TransportStats:
             "bytes", "notices", of all peers there ever were; and what the engine counts: of sockets connections
             "accepted", "strangers" that were dropped, peers "refused", and messages "dropped" for want of room.
         seconds: that reads took, added up.
+        handoffs: `RemoteDriver.counts`, if it is that which tells.
     """
 
     engine: str
     peers: tuple[PeerStats, ...]
     counts: collections.Counter[str]
     seconds: float
+    handoffs: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+
+    def families(self) -> Iterator[Family]:
+        """For `prometheus_text`."""
+        engine = {"engine": self.engine}
+        peers: Samples = [({**engine, "state": "up"}, self.up), ({**engine, "state": "lost"}, self.lost)]
+        yield Family("peers", "gauge", "Other hosts: connected to, and lost and looked for.", peers)
+        for name in {**_COUNTS, **self.counts}:
+            text = _COUNTS.get(name, f"What the engine counts as {name}.")
+            yield Family(f"{name}_total", "counter", text, [(engine, self.counts[name])])
+        yield Family("read_seconds_total", "counter", "How long reads took, added up.", [(engine, self.seconds)])
+        for name in filter(self.handoffs.__contains__, HANDOFF_COUNTS):
+            yield Family(f"handoffs_{name}_total", "counter", HANDOFF_COUNTS[name], [(engine, self.handoffs[name])])
 
     @property
     def up(self) -> int:
