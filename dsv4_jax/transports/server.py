@@ -10,12 +10,14 @@ from __future__ import annotations
 import collections
 import contextlib
 import errno
+import hashlib
 import hmac
 import os
 import resource
 import secrets
 import select
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -72,6 +74,11 @@ class _Stranger(NamedTuple):
     until: float
 
 
+class _Place(NamedTuple):
+    name: str
+    origin: bytes  # of all that come by the same certificate, or else from the same machine
+
+
 class SocketServer:
     """Listens until it is closed.
 
@@ -119,7 +126,7 @@ class SocketServer:
         self._lock = threading.Lock()
         self._threads: dict[socket.socket, threading.Thread] = {}
         self._unnamed: dict[socket.socket, None] = {}  # the oldest first
-        self._places: dict[socket.socket, str] = {}  # the oldest first
+        self._places: dict[socket.socket, _Place] = {}  # the oldest first
         self._mine: collections.OrderedDict[str, None] = collections.OrderedDict()  # that this host connects to
         self._known: collections.OrderedDict[str, None] = collections.OrderedDict()  # that have said something
         self._large = threading.BoundedSemaphore(_MAX_LARGE)
@@ -286,6 +293,7 @@ class SocketServer:
         """Its name, once it has proved it and has a place."""
         try:
             name, answer = welcome(connection, self._me, self._gate, number, until)
+            place = _Place(name, _origin(connection))
         except ValueError:
             self.counts["refused"] += 1
             raise
@@ -293,25 +301,31 @@ class SocketServer:
             if connection not in self._unnamed:
                 raise ConnectionAbortedError("others have come")
             del self._unnamed[connection]
-            mine = [each for each, owner in self._places.items() if owner == name]
-            if len(mine) >= MAX_PLACES_OF_ONE:
-                cut(mine[0])
-                del self._places[mine[0]]
-            is_mine = name in self._mine
-            free = MAX_PLACES - len(self._places) - (0 if is_mine or name in self._known else RESERVED_PLACES)
-            other = next((each for each, owner in self._places.items() if owner not in self._mine), None)
-            if free <= 0 and is_mine and other is not None:
-                cut(other)
-                del self._places[other]
-                free = 1
-            if free > 0:
-                self._places[connection] = name
-        if free <= 0:
+            mine = [each for each, other in self._places.items() if other.name == name]
+            is_known = name in self._mine or name in self._known
+            has_room = len(self._places) < MAX_PLACES - (0 if is_known else RESERVED_PLACES)
+            goes = mine[0] if len(mine) >= MAX_PLACES_OF_ONE else None if has_room else self._gives_way(place)
+            if goes is not None:
+                cut(goes)
+                del self._places[goes]
+            if has_room := has_room or goes is not None:
+                self._places[connection] = place
+        if not has_room:
             self.counts["refused"] += 1
             _refuse(connection, "no place is free", until)
             raise ConnectionAbortedError("no place is free")
         send(connection, FRAME.pack(GOOD, 0) + answer, until)
         return name
+
+    def _gives_way(self, to: _Place) -> socket.socket | None:
+        """The oldest place of the origin that has most: to a peer that this host connects to, and to one of an origin
+        that has fewer with it than that without."""
+        others = {each: place.origin for each, place in self._places.items() if place.name not in self._mine}
+        counts = collections.Counter(others.values())
+        most = max(counts, key=lambda origin: counts[origin], default=None)
+        if most is None or (to.name not in self._mine and counts[most] <= counts[to.origin] + 1):
+            return None
+        return next(each for each, origin in others.items() if origin == most)
 
     def _serve_one(self, connection: socket.socket, sender: str) -> None:
         head = memoryview(bytearray(FRAME.size))
@@ -346,6 +360,13 @@ class SocketServer:
         send(connection, FRAME.pack(GOOD, 0), until)
         for buffer in buffers:
             send(connection, buffer, until)
+
+
+def _origin(connection: socket.socket) -> bytes:
+    """Of its certificate, or else its address: of IPv6 that of the network, as a machine may have all of one."""
+    if isinstance(connection, ssl.SSLSocket):
+        return hashlib.sha256(connection.getpeercert(binary_form=True) or b"").digest()
+    return socket.inet_pton(connection.family, connection.getpeername()[0].partition("%")[0])[:8]
 
 
 def _refuse(connection: socket.socket, why: str, until: float) -> None:

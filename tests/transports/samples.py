@@ -67,21 +67,21 @@ def _paths(folder: pathlib.Path) -> Tls:
     return Tls(folder / "certificate.pem", folder / "key.pem", folder / "authority.pem")
 
 
-def knock(reach) -> socket.socket:
-    return socket.create_connection((reach.address, reach.port), timeout=PATIENCE)
+def knock(reach, source="127.0.0.1") -> socket.socket:
+    return socket.create_connection((reach.address, reach.port), PATIENCE, (source, 0))
 
 
-def pass_gate(reach) -> tuple[socket.socket, bytes]:
+def pass_gate(reach, source="127.0.0.1") -> tuple[socket.socket, bytes]:
     """A connection that has said the secret, and nothing else."""
-    connection = knock(reach)
+    connection = knock(reach, source)
     number = wire.read(connection, 16)
     connection.sendall(wire.proof(wire.gate_key(reach.secret, b""), b"gate", number))
     return connection, number
 
 
-def join(reach, me=None, name="me-") -> socket.socket:
+def join(reach, me=None, name="me-", source="127.0.0.1") -> socket.socket:
     """A connection that has said its name."""
-    connection, number = pass_gate(reach)
+    connection, number = pass_gate(reach, source)
     me = me or Identity()
     try:
         wire.introduce(connection, name + me.mark, me, reach, wire.gate_key(reach.secret, b""), number)

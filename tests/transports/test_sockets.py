@@ -226,7 +226,34 @@ def test_a_crowd_that_was_here_before_takes_no_place_of_a_peer_of_this_host(list
         for me in hostile[-4:]:
             with contextlib.suppress(ValueError, OSError):
                 come(me)
-        assert "me-" + friend.mark in listening._places.values()
+        assert "me-" + friend.mark in [place.name for place in listening._places.values()]
+
+
+def test_one_machine_takes_no_places_of_others_under_however_many_names(listening, monkeypatch):
+    """Of a host that only serves: it connects to nobody, so it knows nobody before."""
+    monkeypatch.setattr(server, "MAX_PLACES", 6)
+    monkeypatch.setattr(server, "RESERVED_PLACES", 2)
+    with contextlib.ExitStack() as crowd:
+
+        def come(source, me=None) -> socket.socket:
+            connection = crowd.enter_context(join(listening.reach, me, source=source))
+            connection.sendall(wire.FRAME.pack(wire.PING, 0))
+            assert wire.read(connection, 5) == wire.FRAME.pack(wire.GOOD, 0)
+            return connection
+
+        names = [Identity() for _ in range(6)]
+        for me in names:  # each has said something once, so none of them is new
+            come("127.0.0.1", me).close()
+            until(lambda: not listening._places)
+        hostile = [come("127.0.0.1", me) for me in names]
+        friends = [come("127.0.0.2") for _ in range(3)]
+        assert [rest_of(each) for each in hostile[:3]] == [b""] * 3, "the oldest of those that have most give way"
+        for source in ("127.0.0.1", "127.0.0.2"):  # each has as many as the other
+            with pytest.raises(ValueError, match="no place is free"):
+                come(source)
+        for each in (*friends, *hostile[3:]):
+            each.sendall(wire.FRAME.pack(wire.PING, 0))
+            assert wire.read(each, 5) == wire.FRAME.pack(wire.GOOD, 0)
 
 
 def test_one_peer_has_few_places_and_its_oldest_gives_way(listening):
