@@ -9,7 +9,6 @@ What other threads ask for goes into an inbox that the thread empties once a tur
 
 from __future__ import annotations
 
-import asyncio
 import collections
 import concurrent.futures
 import contextlib
@@ -27,7 +26,7 @@ from ..events import BlockEvent, EventLog
 from ..manager.metrics import Family, ManagerStats, exposition
 from .core import Core, check_id
 from .executor import Executor, Pending, Work
-from .handle import Handle
+from .handle import Handle, Loops, Waiter
 from .job import Job
 from .metrics import EngineMetrics, Health, vllm_families
 from .prompt import Completion, Output, Prompt
@@ -109,6 +108,7 @@ class Engine:
         self._stop = False
         self._turn_s = 0.0
         self._stats = self._now()
+        self._loops = Loops()
         self._news = threading.Condition()
         self._events = [
             None if log is None else EventLog(log.capacity) for log in (manager.events for manager in core.managers)
@@ -598,28 +598,24 @@ class Engine:
         self._show()  # who reads an answer finds it counted
         now = self._clock()
         self._measured.told(outputs, now)
-        wake: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
+        waiters: list[Waiter] = []
         for output in outputs:
             handle = self._handles.get(output.id)
             if handle is None:
                 continue
-            for loop, event in handle.put(output):
-                wake.setdefault(loop, []).append(event)
+            waiters += handle.put(output)
             if handle.done:
                 self._measured.close(output.id, now)
                 with self._lock:
                     self._handles.pop(output.id, None)
-        _wake(wake)
+        self._loops.wake(waiters)
 
     def _fail_one(self, handle: Handle, error: Exception) -> None:
         with self._lock:
             if self._handles.get(handle.id) is handle:
                 self._measured.close(handle.id, self._clock())
                 del self._handles[handle.id]
-        wake: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
-        for loop, event in handle.fail(error):
-            wake.setdefault(loop, []).append(event)
-        _wake(wake)
+        self._loops.wake(handle.fail(error))
 
     def _fail_all(self, error: Exception) -> None:
         with self._lock:
@@ -769,17 +765,6 @@ class Engine:
         self._core.paused = False
         if not drain or self._core.asleep:
             self._core.abort_all()
-
-
-def _wake(wake: dict[asyncio.AbstractEventLoop, list[asyncio.Event]]) -> None:
-    for loop, events in wake.items():
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads any more
-            loop.call_soon_threadsafe(_set, events)
-
-
-def _set(events: list[asyncio.Event]) -> None:
-    for event in events:
-        event.set()
 
 
 def _both(first: Callable[[Job], object] | None, second: Callable[[Job], object]) -> Callable[[Job], object]:

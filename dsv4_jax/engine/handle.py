@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Hashable, Iterator
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator
 
 import numpy as np
 
@@ -13,7 +14,11 @@ from ..checks import check_seconds
 from ..errors import EngineError
 from .prompt import Completion, Output
 
-__all__ = ["Handle"]
+__all__ = ["Handle", "Loops", "Waiter"]
+
+FAIR = 5e-3  # seconds: so long a thread that computes keeps the interpreter from others
+
+Waiter = tuple[asyncio.AbstractEventLoop, asyncio.Event]
 
 
 class Handle:
@@ -37,7 +42,7 @@ class Handle:
         self._completions = [Completion(name, i) for i in range(samples)]
         self._changed = threading.Condition()
         self._left = samples  # that have not ended
-        self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+        self._waiters: list[Waiter] = []
         self._abort, self._may_wait = abort, may_wait
 
     def __repr__(self) -> str:
@@ -121,7 +126,7 @@ class Handle:
 
         return take
 
-    def put(self, output: Output) -> list[tuple[asyncio.AbstractEventLoop, asyncio.Event]]:
+    def put(self, output: Output) -> list[Waiter]:
         """The engine's end: takes up an output. Returns the tasks to be woken."""
         with self._changed:
             completion = self._completions[output.index]
@@ -132,13 +137,67 @@ class Handle:
             self._changed.notify_all()
             return list(self._waiters)
 
-    def fail(self, error: Exception) -> list[tuple[asyncio.AbstractEventLoop, asyncio.Event]]:
+    def fail(self, error: Exception) -> list[Waiter]:
         """All samples that have not ended end in this error. Returns the tasks to be woken."""
         return [
             waiter
             for i in range(len(self._completions))
             for waiter in self.put(Output(self.id, i, finish="error", error=error))
         ]
+
+
+class Loops:
+    """Sets readers' events, each in its loop of asyncio: one call of a loop, however many events there are.
+
+    A thread that computes hands the interpreter on every few milliseconds alone, and a loop has to ask for it anew
+    after each call of the system: beside steps that never let go of it, it might not come to its turn before the engine
+    is done. Therefore who calls a loop that has not run since it was called last waits for it, once, and not for long.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._called: dict[asyncio.AbstractEventLoop, _Called] = {}  # and have not run since
+
+    def wake(self, waiters: Iterable[Waiter]) -> None:
+        """Has these events set. From any thread."""
+        found: dict[asyncio.AbstractEventLoop, set[asyncio.Event]] = {}
+        for loop, event in waiters:
+            found.setdefault(loop, set()).add(event)
+        for loop, events in found.items():
+            with self._lock:
+                called = self._called.get(loop)
+                if called is None:
+                    self._called = {each: its for each, its in self._called.items() if not each.is_closed()}
+                    self._called[loop] = _Called(events)
+                else:
+                    called.events |= events
+            if called is not None:
+                called.wait()
+                continue
+            with contextlib.suppress(RuntimeError):  # it is closed: nobody reads any more
+                loop.call_soon_threadsafe(self._set, loop)
+
+    def _set(self, loop: asyncio.AbstractEventLoop) -> None:
+        with self._lock:
+            called = self._called.pop(loop)
+        called.ran.set()
+        for event in called.events:
+            event.set()
+
+
+class _Called:
+    """A loop that has been called."""
+
+    __slots__ = ("events", "ran", "waited")
+
+    def __init__(self, events: set[asyncio.Event]):
+        self.events, self.ran, self.waited = events, threading.Event(), False
+
+    def wait(self) -> None:
+        """Waits until it has run, if nobody has waited for that before."""
+        if not self.waited:
+            self.waited = True
+            self.ran.wait(FAIR)
 
 
 class _Seen:

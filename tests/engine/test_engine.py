@@ -13,6 +13,7 @@ from collections.abc import Callable
 import pytest
 
 from dsv4_jax.engine import Engine, Limits, Prompt
+from dsv4_jax.engine.handle import Loops
 from dsv4_jax.errors import EngineError, PlanError, QueueFullError, RequestError
 
 from ..clock import PATIENCE
@@ -86,6 +87,28 @@ def test_outputs_come_as_they_are_sampled():
         answers = serving.run(prompt(i) for i in range(20))
         assert [samples[0].tokens for samples in answers] == [answer(server, i) for i in range(20)]
     server.check_empty()
+
+
+def test_a_loop_that_has_not_run_is_waited_for_once(monkeypatch):
+    """Steps that never let go of the interpreter would keep a loop from its turns until the engine is done."""
+    monkeypatch.setattr("dsv4_jax.engine.handle.FAIR", PATIENCE)
+    loops, loop, events = Loops(), asyncio.new_event_loop(), [asyncio.Event() for _ in range(3)]
+    loops.wake([(loop, events[0]), (loop, events[0])])  # waits for nothing
+    step = threading.Thread(target=loops.wake, args=([(loop, events[1])],))
+    step.start()
+    eventually(lambda: loops._called[loop].waited)
+    loops.wake([(loop, events[2])])  # who comes after that waits no longer
+    assert step.is_alive()
+    loop.run_until_complete(asyncio.sleep(0))
+    step.join(PATIENCE)
+    assert not step.is_alive() and all(event.is_set() for event in events) and not loops._called
+    loops.wake([(loop, events[0])])
+    loop.close()
+    other = asyncio.new_event_loop()
+    loops.wake([(other, events[1])])
+    assert [*loops._called] == [other], "one that is closed is forgotten"
+    other.close()
+    loops.wake([(other, events[1])])  # nobody reads any more
 
 
 def test_readers_in_asyncio_come_and_go():
