@@ -7,6 +7,7 @@ import contextlib
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator
+from typing import Protocol
 
 import numpy as np
 
@@ -18,7 +19,14 @@ __all__ = ["Handle", "Loops", "Waiter"]
 
 FAIR = 5e-3  # seconds: so long a thread that computes keeps the interpreter from others
 
-Waiter = tuple[asyncio.AbstractEventLoop, asyncio.Event]
+
+class Event(Protocol):
+    """An `asyncio.Event`, or what is told in its place."""
+
+    def set(self) -> None: ...
+
+
+Waiter = tuple[asyncio.AbstractEventLoop, Event]
 
 
 class Handle:
@@ -111,7 +119,7 @@ class Handle:
             if self._left:
                 self.abort()
 
-    def reader(self, loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> Callable[[], list[Output]]:
+    def reader(self, loop: asyncio.AbstractEventLoop, event: Event) -> Callable[[], list[Output]]:
         """For who reads many requests at once: what it returns gives the outputs since it was last called.
 
         `event`, which all of them may share, is set in `loop` when there are some. Nothing is aborted.
@@ -160,7 +168,7 @@ class Loops:
 
     def wake(self, waiters: Iterable[Waiter]) -> None:
         """Has these events set. From any thread."""
-        found: dict[asyncio.AbstractEventLoop, set[asyncio.Event]] = {}
+        found: dict[asyncio.AbstractEventLoop, set[Event]] = {}
         for loop, event in waiters:
             found.setdefault(loop, set()).add(event)
         for loop, events in found.items():
@@ -190,7 +198,7 @@ class _Called:
 
     __slots__ = ("events", "ran", "waited")
 
-    def __init__(self, events: set[asyncio.Event]):
+    def __init__(self, events: set[Event]):
         self.events, self.ran, self.waited = events, threading.Event(), False
 
     def wait(self) -> None:

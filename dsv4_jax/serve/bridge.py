@@ -143,7 +143,7 @@ class Bridge:
         engine = self.engine
         if name in QUESTIONS:
             if name == "health":
-                return _health(engine)
+                return engine.health()._asdict()
             return engine.metrics(arguments.get("model_name")) if name == "metrics" else status(engine)
         if name not in self.hello.admin:
             raise RequestError(f"{name} is not to be asked of this engine")
@@ -169,6 +169,7 @@ class _Session:
         self._bridge, self._writer = bridge, writer
         self._event = asyncio.Event()
         self._live: dict[int, _Live] = {}
+        self._changed: list[_Live] = []  # of those, which have something to tell
         self._first: list[wire.News] = []  # what is said of those that were taken on, or refused
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -216,16 +217,20 @@ class _Session:
         except Exception as error:
             self._refuse(ask.id, error)
             return
-        live = self._live.setdefault(ask.id, _Live())
-        live.take, live.abort, live.waiting = handle.reader(bridge._loop, self._event), handle.abort, count
+        live = self._live.get(ask.id) or self._begin(ask.id)
+        live.take, live.abort, live.waiting = handle.reader(bridge._loop, live), handle.abort, count
         bridge.waiting_tokens += count
         self._first.append(wire.News(ask.id, [], [], [], None, 0))  # it is taken on
-        self._event.set()
+        live.set()  # it may have said something before it had a reader
         if live.aborted:
             handle.abort()
 
+    def _begin(self, number: int) -> _Live:
+        live = self._live[number] = _Live(number, self._changed, self._event)
+        return live
+
     async def _add_later(self, ask: wire.Ask) -> None:
-        live = self._live[ask.id] = _Live()
+        live = self._begin(ask.id)
         try:
             prompt = await asyncio.to_thread(self._bridge.prompt, ask)
         except Exception as error:
@@ -257,29 +262,41 @@ class _Session:
             await self._event.wait()
             self._event.clear()
             news, self._first = self._first, []
-            for number, live in list(self._live.items()):
+            changed = self._changed[:]
+            self._changed.clear()
+            for live in changed:
                 for output in live.take():
-                    news.append(_news(number, output))
+                    news.append(_news(live.number, output))
                     if live.waiting:
                         self._bridge.waiting_tokens -= live.waiting
                         live.waiting = 0
                     if output.finish is not None:
-                        self._live.pop(number, None)
+                        self._live.pop(live.number, None)
             if news:
                 self._writer.write(wire.pack(wire.Outputs(news)))
                 await self._writer.drain()
 
 
 class _Live:
-    """A sample that has not ended. `waiting`: tokens of its prompt, until it has said anything."""
+    """A sample that has not ended, and the event of its reader: what is set is to be told.
 
-    __slots__ = ("abort", "aborted", "take", "waiting")
+    Attributes:
+        waiting: tokens of its prompt, until it has said anything.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_changed", "_event", "abort", "aborted", "number", "take", "waiting")
+
+    def __init__(self, number: int, changed: list[_Live], event: asyncio.Event):
+        self.number, self._changed, self._event = number, changed, event
         self.take: Callable[[], list[Output]] = list
         self.abort: Callable[[], object] | None = None
         self.aborted = False
         self.waiting = 0
+
+    def set(self) -> None:
+        """In the bridge's thread: the engine has said something."""
+        self._changed.append(self)
+        self._event.set()
 
 
 def _news(number: int, output: Output) -> wire.News:
@@ -300,11 +317,6 @@ def _problem(error: Exception) -> tuple[str, str]:
     if isinstance(error, EngineError):
         return "engine", str(error)
     return "failure", str(error) if isinstance(error, CacheError) else f"{type(error).__name__}: {error}"
-
-
-def _health(engine: Engine) -> dict[str, Any]:
-    now = engine.health()
-    return now._asdict()
 
 
 def status(engine: Engine) -> dict[str, Any]:

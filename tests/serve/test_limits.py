@@ -17,7 +17,7 @@ import urllib.request
 
 import pytest
 
-from dsv4_jax.engine import Limits
+from dsv4_jax.engine import Handle, Limits
 
 from .serving import Stand, wait_for
 
@@ -71,6 +71,29 @@ def test_full_queues_say_so_at_once(tmp_path):
             connection.close()
         stand.idle()
         assert stand.post("/v1/completions", LONG | {"max_tokens": 2})[0] == 200
+
+
+def test_who_waits_costs_nothing_a_turn(tmp_path, monkeypatch):
+    takes, made = [0], Handle.reader
+
+    def reader(self, loop, event):
+        take = made(self, loop, event)
+
+        def counted():
+            takes[0] += 1
+            return take()
+
+        return counted
+
+    monkeypatch.setattr(Handle, "reader", reader)
+    with Stand(tmp_path, slots=2, on_get=slow) as stand:
+        connection = opened(stand, "/v1/completions", LONG | {"stream": True, "n": 100})
+        wait_for(lambda: stand.engine.stats().live == 2)
+        before, calls = takes[0], stand.engine.stats().counts["calls"]
+        wait_for(lambda: stand.engine.stats().counts["calls"] > calls + 30)
+        assert takes[0] - before < 6 * (stand.engine.stats().counts["calls"] - calls), "98 wait"
+        connection.close()
+        stand.idle()
 
 
 def test_who_does_not_read_stalls_nobody(tmp_path):
