@@ -38,6 +38,7 @@ from .wire import (
     TELL,
     Reach,
     Tls,
+    TlsContext,
     cut,
     fill,
     gate_key,
@@ -96,7 +97,8 @@ class SocketServer:
     Attributes:
         reach: what is published.
         counts: connections so far: "accepted"; "strangers" (that were dropped before they said the secret), "refused"
-            (for want of a place, or of a proof of their name).
+            (for want of a place, of a certificate, or of a proof of their name).
+        context: of TLS, if there is one.
 
     Raises: `TransferError`, `OSError`: it cannot listen there.
     """
@@ -115,7 +117,7 @@ class SocketServer:
     ):
         self._answer, self._inbox, self._me = answer, inbox, me
         name, place, secret = public_name(address, advertise), resolve(address), secrets.token_bytes(16)
-        self._context = tls.context(server=True) if tls is not None else None
+        self.context = TlsContext(tls, server=True) if tls is not None else None
         self._gate = gate_key(secret, token)
         family = socket.AF_INET6 if ":" in place else socket.AF_INET
         self._listener = socket.create_server((place, port), family=family, backlog=_BACKLOG)
@@ -266,11 +268,11 @@ class SocketServer:
             with contextlib.suppress(OSError, ValueError):
                 until = time.monotonic() + NAME_SECONDS
                 look_alive(connection)
-                if self._context is not None:
+                if self.context is not None:
                     connection.settimeout(NAME_SECONDS)
-                    spoken = self._context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+                    spoken = self.context().wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
                     self._replace(connection, spoken)
-                    spoken.do_handshake()
+                    self._shake_hands(spoken, until)
                 name = self._place(spoken, number, until)
                 while True:
                     self._serve_one(spoken, name)
@@ -288,6 +290,17 @@ class SocketServer:
                 raise ConnectionAbortedError("others have come")
             del self._unnamed[connection]
             self._unnamed[spoken] = None
+
+    def _shake_hands(self, connection: ssl.SSLSocket, until: float) -> None:
+        try:
+            connection.do_handshake()
+        except ssl.SSLError:
+            self.counts["refused"] += 1
+            connection.settimeout(max(1e-3, until - time.monotonic()))
+            socket.socket.shutdown(connection, socket.SHUT_WR)
+            while socket.socket.recv(connection, 4096) and time.monotonic() < until:
+                pass  # who closes with something unread takes back what it has said: why it has refused
+            raise
 
     def _place(self, connection: socket.socket, number: bytes, until: float) -> str:
         """Its name, once it has proved it and has a place."""

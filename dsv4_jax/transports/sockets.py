@@ -17,7 +17,7 @@ from ..inbox import Inbox
 from .identity import Identity, mark_of
 from .link import SocketLink, SocketRequest
 from .server import Answer, SocketServer
-from .wire import MAX_PAGES, Reach, Tls, public_name
+from .wire import MAX_PAGES, Reach, Tls, TlsContext, public_name
 
 if TYPE_CHECKING:
     from ..tiers.remote.pages import Pages
@@ -45,7 +45,8 @@ class SocketEngine:
 
     Attributes:
         identity: what the name of this host has to end in.
-        counts: of the server's connections (`SocketServer.counts`), and messages that were "dropped".
+        counts: of the server's connections (`SocketServer.counts`), messages that were "dropped", and connections for
+            which "unreadable_certificates" had to be those before.
 
     Raises:
         TransferError: nobody could connect to that; a certificate that cannot be used; a token that is too short.
@@ -67,7 +68,7 @@ class SocketEngine:
         if self._token and len(self._token) < 16:
             raise TransferError(f"a token of {len(self._token)} bytes can be guessed: at least 16")
         self._where = dict(address=address, port=port, advertise=advertise, tls=tls)
-        self._context = tls.context(server=False) if tls is not None else None
+        self._context = TlsContext(tls, server=False) if tls is not None else None
         self._me, self._inbox = Identity(), Inbox()
         self.identity = self._me.mark
         self._server: SocketServer | None = None
@@ -78,7 +79,10 @@ class SocketEngine:
     @property
     def counts(self) -> Counter[str]:
         counts = Counter({"dropped": self._inbox.dropped})
-        counts.update({} if self._server is None else self._server.counts)
+        if self._server is not None:
+            counts.update(self._server.counts)
+        contexts = (self._context, None if self._server is None else self._server.context)
+        counts["unreadable_certificates"] = sum(each.unreadable for each in contexts if each is not None)
         return counts
 
     def register(self, host: str, pages: Pages) -> bytes:
@@ -97,7 +101,8 @@ class SocketEngine:
         reach = Reach.unpack(metadata)
         if not host.endswith(mark_of(reach.public)):
             raise ValueError("a name that is not its own")
-        return SocketLink(self._host, self._me, reach, context=self._context, token=self._token)
+        context = None if self._context is None else self._context()
+        return SocketLink(self._host, self._me, reach, context=context, token=self._token)
 
     def is_up(self, link: SocketLink) -> bool:
         return link.is_up()

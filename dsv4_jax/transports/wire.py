@@ -45,6 +45,7 @@ __all__ = [
     "TELL",
     "Reach",
     "Tls",
+    "TlsContext",
     "check_answer",
     "cut",
     "fill",
@@ -85,6 +86,8 @@ class _Closing(ssl.SSLSocket):
 class Tls:
     """Paths of PEM files: what this host shows, and who vouches for the others.
 
+    They may be replaced while they are used: each connection is made by what they are then, and goes on by that.
+
     Attributes:
         certificate: of this host (or with those between it and the authority); its names are those that are published.
         key: of the certificate.
@@ -109,6 +112,39 @@ class Tls:
             raise TransferError(f"TLS by {self.certificate}, {self.key}, {self.authority}: {error}") from error
         context.verify_mode = ssl.CERT_REQUIRED
         return context
+
+
+class TlsContext:
+    """The context of one end, made anew when one of its files is another than before. From any thread.
+
+    Attributes:
+        unreadable: how often that could not be: the one before is as good as it was.
+
+    Raises: `TransferError`: a file cannot be used from the start.
+    """
+
+    def __init__(self, tls: Tls, server: bool):
+        self._tls, self._server, self.unreadable = tls, server, 0
+        self._made = self._files(), tls.context(server)
+
+    def __call__(self) -> ssl.SSLContext:
+        """For a connection that is made now. It costs a look at three files."""
+        files, context = self._made
+        if (now := self._files()) != files:
+            try:
+                context = self._tls.context(self._server)
+                self._made = now, context
+            except TransferError:  # it is being written, or the key is to follow
+                self.unreadable += 1
+        return context
+
+    def _files(self) -> list[tuple[int, ...]]:
+        found: list[tuple[int, ...]] = []
+        for path in (self._tls.certificate, self._tls.key, self._tls.authority):
+            with contextlib.suppress(OSError):  # it is missing: for a moment, it is hoped
+                now = os.stat(path)
+                found.append((now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns))
+        return found
 
 
 @dataclasses.dataclass(frozen=True)

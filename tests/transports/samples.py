@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import pathlib
 import shutil
@@ -48,17 +49,48 @@ def open_transport(engine: str, **options: Any) -> RecordTransport:
     return RecordTransport(open_engine(engine, **own), **options)
 
 
-def certificates(folder: pathlib.Path) -> Tls:
-    """An authority, and a certificate of it for localhost and 127.0.0.1. Skips where there is no openssl."""
+_AUTHORITY = """
+[ca]
+default_ca = ours
+[ours]
+database = issued.txt
+new_certs_dir = .
+rand_serial = yes
+unique_subject = no
+default_md = sha256
+policy = any
+x509_extensions = host
+[any]
+commonName = supplied
+[host]
+subjectAltName = DNS:localhost,IP:127.0.0.1
+basicConstraints = critical,CA:FALSE
+"""
+
+
+def certificates(folder: pathlib.Path, *, by: Tls | None = None, days: tuple[int, int] = (-1, 2)) -> Tls:
+    """A certificate for localhost and 127.0.0.1, of an authority of its own, or of that of another certificate.
+
+    It is good from the first of these days on to the second, counted from now. Skips where there is no openssl.
+    """
     if shutil.which("openssl") is None:
         pytest.skip("no openssl to make certificates with")
     folder.mkdir(parents=True)
-    new = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
-    names = "-addext subjectAltName=DNS:localhost,IP:127.0.0.1 -addext basicConstraints=critical,CA:FALSE"
-    for command in (
-        f"{new} -subj /CN=authority -keyout authority.key -out authority.pem",
-        f"{new} -subj /CN=host {names} -CA authority.pem -CAkey authority.key -keyout key.pem -out certificate.pem",
-    ):
+    new = "openssl req -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes"
+    signed = "openssl ca -batch -notext -config ca.cnf -cert authority.pem -keyfile authority.key"
+    first, last = (f"{datetime.datetime.now(datetime.UTC) + datetime.timedelta(day):%Y%m%d%H%M%SZ}" for day in days)
+    commands = [
+        f"{new} -subj /CN=host -keyout key.pem -out request.pem",
+        f"{signed} -startdate {first} -enddate {last} -in request.pem -out certificate.pem",
+    ]
+    if by is None:
+        (folder / "ca.cnf").write_text(_AUTHORITY)
+        (folder / "issued.txt").touch()
+        commands.insert(0, f"{new} -x509 -days 2 -subj /CN=authority -keyout authority.key -out authority.pem")
+    else:
+        for name in ("authority.pem", "authority.key", "ca.cnf", "issued.txt"):
+            shutil.copy(pathlib.Path(by.key).parent / name, folder)
+    for command in commands:
         subprocess.run(command.split(), cwd=folder, check=True, capture_output=True)
     return _paths(folder)
 

@@ -622,6 +622,59 @@ def test_tls_is_of_both_ends_and_of_one_authority(tmp_path):
         open_engine("sockets", tls=dataclasses.replace(mine, key=tmp_path / "none.pem"))
 
 
+def read_one(here, published) -> None:
+    here.read(here.connect(published), "block", [1], [1], None).wait(PATIENCE)
+
+
+@pytest.mark.parametrize(("days", "problem"), [((-9, -1), "expired"), ((1, 2), "not yet valid")])
+def test_a_certificate_out_of_its_time_is_none(tmp_path, days, problem):
+    """Whichever end shows it. One that is put in its place is shown from the next connection on."""
+    good = certificates(tmp_path / "good")
+    bad = certificates(tmp_path / "bad", by=good, days=days)
+    with contextlib.ExitStack() as ends:
+        here, there, late, early = (
+            ends.enter_context(open_transport("sockets", tls=t)) for t in (good, good, bad, bad)
+        )
+        published, of_late = (each.publish(LAYOUT, pool(1)) for each in (there, late))
+        for each in (here, early):
+            each.publish(LAYOUT, pool())
+        with pytest.raises(PeerError, match=problem):
+            read_one(here, of_late)
+        with pytest.raises(PeerError, match=r"alert.*certificate"):  # it is told
+            read_one(early, published)
+        until(lambda: there.stats().counts["refused"] >= 1)
+        for name in ("key.pem", "certificate.pem"):  # one after the other, as whoever renews them does
+            os.replace(tmp_path / "good" / name, tmp_path / "bad" / name)
+        read_one(here, of_late)
+        read_one(early, published)
+
+
+def test_a_certificate_that_is_replaced_is_shown_to_whoever_connects_then(tmp_path):
+    """Who is connected stays so; what cannot be read yet, or is of another key, leaves the one before."""
+    good = certificates(tmp_path / "good")
+    other = certificates(tmp_path / "other")  # which nobody here vouches for
+    with contextlib.ExitStack() as ends:
+        here, there = (ends.enter_context(open_transport("sockets", tls=good)) for _ in range(2))
+        published = there.publish(LAYOUT, pool(1))
+        here.publish(LAYOUT, pool())
+        read_one(here, published)
+        for written in (b"", (tmp_path / "other" / "certificate.pem").read_bytes()):
+            (tmp_path / "good" / "certificate.pem").write_bytes(written)
+            here.disconnect(here.connect(published))
+            before = here.stats().counts["unreadable_certificates"], there.stats().counts["unreadable_certificates"]
+            read_one(here, published)
+            now = here.stats().counts["unreadable_certificates"], there.stats().counts["unreadable_certificates"]
+            assert all(map(int.__gt__, now, before))
+        peer = here.connect(published)
+        for name in ("key", "certificate", "authority"):
+            os.replace(getattr(other, name), getattr(good, name))
+        read_one(here, published)
+        assert peer.losses == 0 and here.connect(published) is peer
+        with open_transport("sockets", tls=good) as newcomer:  # of the others now, as the server is
+            newcomer.publish(LAYOUT, pool())
+            read_one(newcomer, published)
+
+
 @pytest.mark.parametrize("is_server", [False, True])
 def test_a_connection_that_is_reset_before_tls_begins_is_closed(tmp_path, is_server):
     context = certificates(tmp_path / "tls").context(is_server)
