@@ -13,12 +13,14 @@ import gc
 import platform
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from harness import Recorder, cpu_name, parser
 
 from dsv4_jax import CacheLayout, CacheSize, DSV4Config, KVCacheManager
+from dsv4_jax.engine import Core, Drawn, Engine, Prompt, Shapes, Work, shapes_of
 from dsv4_jax.manager import CachePolicy, Request
 from dsv4_jax.manager.allocator import BlockAllocator
 from dsv4_jax.manager.prefix.hashing import BlockHasher, HashSpec, Namespace
@@ -43,6 +45,7 @@ REQUIRED = {  # at least (>) or at most (<)
     "a chunk of 512 beside 10,000 live requests": ("<", 3000.0),
     "one eviction of 1 M nodes, CPU time: removed": ("<", 20.0),
     "one eviction of 1 M nodes, CPU time: moved to the host": ("<", 20.0),
+    "a turn of the Engine, 256 requests": ("<", 2000.0),
     "100 prompts at once that share 20,000 tokens: computed": ("<", 45_000),
     "the same, tokens found of those that can be": (">", 97.0),
     "RadixCache.insert of 100,352 tokens, an array": ("<", 3.0),
@@ -319,6 +322,42 @@ def serving() -> Results:
     }
 
 
+def turning(requests: int = 256) -> Results:
+    """What a turn of the `Engine` costs its thread while all requests decode, a step ahead: CPU time, readers told."""
+    times: list[float] = []
+
+    class Known:
+        """An executor whose steps take no time."""
+
+        def __init__(self, shapes: Shapes):
+            self.shapes = shapes
+
+        def check(self, prompt: Prompt) -> None: ...
+
+        def move(self, transfers: object) -> None: ...
+
+        def recover(self) -> None: ...
+
+        def send(self, work: Work) -> Any:
+            drawn = Drawn([[[7] for _ in rows] for rows in work.rows])
+            return SimpleNamespace(get=lambda: drawn)
+
+    class Timed(Engine):
+        def _turn(self) -> None:
+            start, before = time.thread_time(), self._core.counts["computed_tokens"]
+            super()._turn()
+            if self._core.counts["computed_tokens"] - before == requests:
+                times.append(time.thread_time() - start)
+
+    manager = KVCacheManager(FLASH, CacheSize(16 * requests, requests, 16), policy=CachePolicy(states="blocks"))
+    shapes, draw = shapes_of([manager], 2 * requests), np.random.default_rng(7)
+    with Timed(Core(manager, shapes), Known(shapes), freeze=True) as engine:
+        lengths = [100 + i % BLOCK for i in range(requests)]
+        engine.run(Prompt(tokens=draw.integers(0, FLASH.cfg.vocab_size, n), max_new_tokens=600) for n in lengths)
+    what = f"a turn of the Engine, {requests} requests"
+    return {(what, "us"): min(times) * 1e6, (f"{what}: median", "us"): float(np.median(times)) * 1e6}
+
+
 def main() -> None:
     """Runs the command line."""
     command = parser(__doc__)
@@ -333,6 +372,7 @@ def main() -> None:
         "sharing": sharing,
         "pooling": pooling,
         "serving": serving,
+        "turning": turning,
         "planning": lambda: planning(False) | planning(True),
         "evicting": lambda: evicting(nodes, "remove") | evicting(nodes, "write_back"),
     }

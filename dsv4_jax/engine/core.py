@@ -17,6 +17,7 @@ import collections
 import dataclasses
 import heapq
 import math
+import operator
 from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -86,6 +87,9 @@ class Limits:
         for tenant, share in self.weights.items():
             if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < math.inf:
                 raise PlanError(f"the weight of tenant {shown(tenant)} must be a positive number, got {shown(share)}")
+
+
+_in_turn = operator.attrgetter("rank", "order")  # of a job
 
 
 class Sent(NamedTuple):
@@ -535,6 +539,7 @@ class Core:
             self._masked += job.prompt.mask is not None
             self._scores += job.prompt.score
         job.state, job.shard, job.request, job.row, job.fresh = JobState.LIVE, shard, request, -1, True
+        job.decodes = None  # its slot may be another
         self._live[shard][request] = job
         if job.prompt.export is not None:
             job.patience = math.inf
@@ -554,7 +559,11 @@ class Core:
         room = shape.tokens - len(quiet) - (sum(map(self._drafts, live.values())) if self.shapes.drafts else 0)
         while live:
             ready = [job for job in live.values() if job not in quiet] if quiet else live.values()
-            waiting = [job for job in ready if (job.left > 0 if job.ahead else job.request.num_pending)]  # type: ignore[union-attr]
+            waiting = [
+                job
+                for job in ready
+                if (job.ahead < job.prompt.max_new_tokens - len(job.out) if job.ahead else job.request.num_pending)  # type: ignore[union-attr]
+            ]
             if self._handoffs is not None:
                 waiting = [job for job in waiting if job.request.num_cached < job.goal]  # type: ignore[union-attr]
             if not waiting:
@@ -610,8 +619,9 @@ class Core:
         """The call of these tokens: a loop if all decode and nobody waits, else one step."""
         decoding = self._decodes(each)
         steps = self.shapes.steps if decoding and self._loops(each) else 1
-        drafts = [[self._drafts(job) if count == 1 else 0 for job, count in pairs] for pairs in each]
+        drafts = [[0] * len(pairs) for pairs in each]
         if self.shapes.drafts:
+            drafts = [[self._drafts(job) if count == 1 else 0 for job, count in pairs] for pairs in each]
             for shard, pairs in enumerate(each):
                 wanted = [(job, count + more) for (job, count), more in zip(pairs, drafts[shard], strict=True)]
                 if any(drafts[shard]) and self._lacks(shard, wanted, steps):
@@ -669,20 +679,28 @@ class Core:
         """Plans of each data shard, of these shapes: also transfers, rows and what `Sent` has of them."""
         plans, transfers, rows, sent = [], [], list[list[Row]](), list[list[tuple[Job, int, int, int]]]()
         for manager, pairs, more, shape in zip(self.managers, each, drafts, shapes, strict=True):
-            rows.append([])
-            sent.append([])
-            planned: list[Any] = []
-            for (job, count), guessed in zip(pairs, more, strict=True):
-                request = job.request
+            planned, mine, entries = list[Any](), list[Row](), list[tuple[Job, int, int, int]]()
+            for (job, count), guessed in zip(pairs, more, strict=True):  # hundreds of them pass here every step
+                request, prompt = job.request, job.prompt
                 assert request is not None
-                self._note_hit(job, request)
-                samples = request.num_cached + count >= len(request.tokens) and not scores
+                if job.cached < 0:
+                    self._note_hit(job, request)
+                if job.ahead and not guessed:  # nearly all: one more token, of the call before
+                    if job.decodes is None:
+                        job.decodes = Row(prompt, job.sampling, job.seed, request.slot, 1, False, True)
+                    mine.append(job.decodes)
+                    entries.append((job, 1, 0, steps))
+                    planned.append((request, 1))
+                    continue
+                samples = not scores and request.num_cached + count >= len(request.tokens)
                 known = request.tokens if job.fresh and samples else None
-                how = job.prompt, job.sampling, job.seed, request.slot
-                rows[-1].append(Row(*how, count, not (job.out or job.ahead), samples, guessed, known))
+                prefills = not (job.out or job.ahead)
+                mine.append(Row(prompt, job.sampling, job.seed, request.slot, count, prefills, samples, guessed, known))
                 job.fresh = job.fresh and not samples
-                sent[-1].append((job, count, guessed, steps * (1 + guessed) if samples else 0))
+                entries.append((job, count, guessed, steps * (1 + guessed) if samples else 0))
                 planned.append((request, count + guessed))
+            rows.append(mine)
+            sent.append(entries)
             plans.append(manager.plan_step(planned, steps=steps, shape=shape, ahead=bool(self._sent)))
             transfers.append(manager.take_transfers())
             self.counts["transfers"] += len(transfers[-1])
@@ -691,10 +709,9 @@ class Core:
 
     def _note_hit(self, job: Job, request: Request) -> None:
         """What is cached of a prompt is known when its first chunk is scheduled: until then it is looked up again."""
-        if job.cached < 0:
-            job.cached = request.num_hit
-            self.counts["cached_tokens"] += request.num_hit
-            self.counts["prompt_tokens"] += len(job.prompt.tokens)
+        job.cached = request.num_hit
+        self.counts["cached_tokens"] += request.num_hit
+        self.counts["prompt_tokens"] += len(job.prompt.tokens)
 
     def _mask(self, job: Job, row: int, masks: dict[int, np.ndarray]) -> None:
         """Asks a request which tokens may come next. One that raises ends when the step has run."""
@@ -1031,10 +1048,6 @@ def _top(prompt: Prompt, drawn: Drawn, shard: int, row: int, tokens: int) -> lis
 def _more(prompt: Prompt) -> int:
     """Tokens that are computed beyond its own: the last one sampled is never fed."""
     return 0 if prompt.export is not None else (0 if prompt.score else prompt.max_new_tokens) - 1
-
-
-def _in_turn(job: Job) -> tuple[float, int]:
-    return job.rank, job.order
 
 
 def _cached(manager: KVCacheManager, prompt: Prompt) -> int:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -48,7 +48,8 @@ class Handle:
     ):
         self.id = name
         self._completions = [Completion(name, i) for i in range(samples)]
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed, self._asleep = threading.Condition(self._lock), 0  # threads that wait for news
         self._left = samples  # that have not ended
         self._waiters: list[Waiter] = []
         self._abort, self._may_wait = abort, may_wait
@@ -70,26 +71,34 @@ class Handle:
         until = None if timeout is None else time.monotonic() + check_seconds("timeout", timeout, error=EngineError)
         if self._left:
             self._may_wait()
-        with self._changed:
+        with self._lock:
             while self._left:
                 rest = None if until is None else until - time.monotonic()
                 if rest is not None and rest <= 0:
                     raise TimeoutError(f"request {self.id!r} has not ended in {timeout} s")
-                self._changed.wait(rest)
+                self._sleep(rest)
         return self._completions
 
     def result(self, timeout: float | None = None) -> Completion:
         """Waits for its end; returns the first sample. Raises as `results`."""
         return self.results(timeout)[0]
 
+    def _sleep(self, seconds: float | None = None) -> None:
+        """Waits for news. The lock is held."""
+        self._asleep += 1
+        try:
+            self._changed.wait(seconds)
+        finally:
+            self._asleep -= 1
+
     def __iter__(self) -> Iterator[Output]:
         seen = _Seen(len(self._completions))
         try:
             while True:
-                with self._changed:
+                with self._lock:
                     while not (outputs := seen.news(self._completions)) and self._left:
                         self._may_wait()
-                        self._changed.wait()
+                        self._sleep()
                 if not outputs:
                     return
                 yield from outputs
@@ -100,12 +109,12 @@ class Handle:
     async def __aiter__(self) -> AsyncIterator[Output]:
         seen, loop, event = _Seen(len(self._completions)), asyncio.get_running_loop(), asyncio.Event()
         waiter = (loop, event)
-        with self._changed:
+        with self._lock:
             self._waiters.append(waiter)
         try:
             while True:
                 event.clear()
-                with self._changed:
+                with self._lock:
                     outputs, left = seen.news(self._completions), self._left
                 for output in outputs:
                     yield output
@@ -114,7 +123,7 @@ class Handle:
                         return
                     await event.wait()
         finally:
-            with self._changed:
+            with self._lock:
                 self._waiters.remove(waiter)
             if self._left:
                 self.abort()
@@ -125,25 +134,26 @@ class Handle:
         `event`, which all of them may share, is set in `loop` when there are some. Nothing is aborted.
         """
         seen = _Seen(len(self._completions))
-        with self._changed:
+        with self._lock:
             self._waiters.append((loop, event))
 
         def take() -> list[Output]:
-            with self._changed:
+            with self._lock:
                 return seen.news(self._completions)
 
         return take
 
-    def put(self, output: Output) -> list[Waiter]:
+    def put(self, output: Output) -> Sequence[Waiter]:
         """The engine's end: takes up an output. Returns the tasks to be woken."""
-        with self._changed:
+        with self._lock:
             completion = self._completions[output.index]
             if completion.finish is not None:
-                return []
+                return ()
             completion.add(output)
             self._left -= output.finish is not None
-            self._changed.notify_all()
-            return list(self._waiters)
+            if self._asleep:
+                self._changed.notify_all()
+            return self._waiters.copy() if self._waiters else ()
 
     def fail(self, error: Exception) -> list[Waiter]:
         """All samples that have not ended end in this error. Returns the tasks to be woken."""

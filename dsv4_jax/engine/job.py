@@ -10,6 +10,7 @@ from collections.abc import Hashable
 from typing import Any
 
 from ..manager import Arrival, Request
+from .executor import Row
 from .prompt import Prompt, derived_seed
 
 __all__ = ["Job", "JobState"]
@@ -40,6 +41,7 @@ class Job:
         ahead: tokens that calls under way sample for it.
         row: its row in the call sent last; -1: none.
         fresh: whether it has sampled nothing since it became live.
+        decodes: its row of steps that go on from a call under way, the same as long as it is live; None: not made yet.
         cached: tokens of its prompt that were found in the cache; -1: it was not admitted yet.
         shard: of its request; of one in the queue whose prompt storage is asked for, where that comes to.
         fetch: what storage is asked for its prompt (`done`); None: nothing.
@@ -67,6 +69,7 @@ class Job:
     ahead: int = 0
     row: int = -1
     fresh: bool = True
+    decodes: Row | None = None
     cached: int = -1
     admitted: float = 0.0
     fetch: Any = None

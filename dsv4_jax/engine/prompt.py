@@ -183,8 +183,9 @@ class Completion:
         if output.tokens and (not self.weights or self.weights[-1][1] != output.weights_id):
             self.weights.append((len(self.tokens), output.weights_id))
         self.tokens += output.tokens
-        self.logprobs += output.logprobs
-        self.top += output.top
+        if output.logprobs:  # hundreds of outputs have none in every step
+            self.logprobs += output.logprobs
+            self.top += output.top
         if output.experts is not None:
             self.experts.append(output.experts)
         self.finish, self.error, self.lease = output.finish, output.error, output.lease

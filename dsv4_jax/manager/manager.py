@@ -601,7 +601,7 @@ class KVCacheManager:
         self.steps.check_shape(shape)
         with self.guard("schedule"):
             self.leases.expire()
-            chosen = self.requests if requests is None else [self.book.find_live(request) for request in requests]
+            chosen = self.requests if requests is None else self.book.find_all_live(requests)
             return self.steps.schedule(chosen, (budget, most), chunk, shape, ahead)
 
     def plan_step(

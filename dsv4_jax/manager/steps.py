@@ -416,14 +416,15 @@ class Steps:
     def tokens(self, plan: StepPlan, unknown: int | None = None) -> np.ndarray:
         """Returns the token ids of a plan. See `KVCacheManager.plan_tokens`."""
         out = np.zeros(plan.num_tokens, np.int32)
-        if (drawn := self._note_decodes(plan, unknown)) is not None:
-            out[: len(drawn)] = drawn
+        if (quickly := self._note_decodes(plan, unknown)) is not None:
+            out[: len(quickly)] = quickly
             return out
         ids: list[int] = []
         gaps: list[tuple[int, int]] = []  # what is not known, as places in `ids`
         decodes: list[array[int]] = []  # the histories of those of which one token is noted
         noted_here: list[int] = []
         edited = self._book.edits.any
+        drawn = unknown is not None and not (edited or self._layout.draft_tokens)  # ahead, and whole
         fresh: list[tuple[Request, int, int]] = []
         for request, start, count in self._sequences_of(plan):
             history, tokens, stop = request.history, request.ids, start + count
@@ -432,6 +433,13 @@ class Steps:
                 decodes.append(history)
                 noted_here.append(len(ids))
                 ids.append(tokens[start])
+                continue
+            if count == 1 and drawn and noted <= len(tokens) <= min(start, noted + 1):  # or, planned ahead
+                gaps.append((len(ids), len(ids) + 1))
+                if noted < len(tokens):  # of the step before it is known by now
+                    decodes.append(history)
+                    noted_here.append(len(ids))
+                ids.append(tokens[noted] if noted < len(tokens) else 0)
                 continue
             if noted >= stop:  # laid out before: what was scheduled does not change any more
                 ids += history[start:stop]
@@ -478,22 +486,26 @@ class Steps:
         if batch is None or not self._is_last_decode(plan) or self._book.edits.any:
             return None
         starts = plan.seq_start.tolist()[: len(batch.requests)]
-        noted = [*map(len, batch.histories)]
-        drawn = None
-        if unknown is not None and all(map(operator.le, known := [*map(len, batch.ids)], starts)):
+        texts, histories = batch.ids, batch.histories
+        noted, drawn = [*map(len, histories)], None
+        if unknown is not None and all(map(operator.le, known := [*map(len, texts)], starts)):
             drawn = np.full(len(starts), unknown, np.int32)
-            if noted == known:
-                return drawn
-            if [length + 1 for length in noted] != known:
-                return None  # what has come since the step before is more than a token of each
+            fresh = [*map(operator.sub, known, noted)]  # of each, how many have come since the step before
+            if not {*fresh} <= {0, 1}:
+                return None
+            if 0 in fresh:  # of blocks that are full all was noted when they were published
+                texts, noted = list(itertools.compress(texts, fresh)), list(itertools.compress(noted, fresh))
+                histories = list(itertools.compress(histories, fresh))
+                if not noted:
+                    return drawn
         elif noted != starts:
             return None
         try:
-            ids = [*map(operator.getitem, batch.ids, noted)]
+            ids = [*map(operator.getitem, texts, noted)]
         except IndexError:
             return None  # some are not known
         checked = token_ids(ids, self._layout.cfg.vocab_size)
-        collections.deque(map(array.append, batch.histories, ids), maxlen=0)  # in C
+        collections.deque(map(array.append, histories, ids), maxlen=0)  # in C
         return checked if drawn is None else drawn
 
     def _is_last_decode(self, plan: StepPlan) -> bool:
