@@ -2,12 +2,11 @@
 // bits against each other's, and their times in CUDA graphs. All calls return a cudaError_t, or a time below zero.
 #include <cuda_runtime.h>
 
-#include <algorithm>
 #include <cstdio>
-#include <vector>
 
 #include "dense/e4m3_launch.cuh"
 #include "dense/round_rows.cuh"
+#include "products_time.cuh"
 
 namespace {
 
@@ -171,41 +170,15 @@ void products_early(int early) { follows = early != 0; }
 // it, 2 rounding alone.
 float products_time(Problem* p, int rows, int parts, int shape, int window, int band, int rounding, int calls,
                     int replays) {
-  cudaStream_t stream;
-  cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
-  for (int c = 0; c < p->copies; ++c) round_some(*p, c, 0, rows, stream);
-  cudaError_t error = cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal);
-  for (int i = 0; i < calls && error == cudaSuccess; ++i) {
+  const auto round_all = [&](cudaStream_t stream) {
+    for (int c = 0; c < p->copies; ++c) round_some(*p, c, 0, rows, stream);
+  };
+  return time_graphs(calls, replays, round_all, [&](int i, cudaStream_t stream) {
     const int copy = i % p->copies;
-    if (rounding > 0) error = round_some(*p, copy, 0, rows, stream);
+    cudaError_t error = rounding > 0 ? round_some(*p, copy, 0, rows, stream) : cudaSuccess;
     if (error == cudaSuccess && rounding < 2)
       error = multiply(*p, copy, rows, parts, {shape, window, band}, false, stream);
-  }
-  cudaGraph_t graph = nullptr;
-  const cudaError_t ended = cudaStreamEndCapture(stream, &graph);
-  if (error == cudaSuccess) error = ended;
-  cudaGraphExec_t run = nullptr;
-  if (error == cudaSuccess) error = cudaGraphInstantiate(&run, graph, 0);
-  float us = -static_cast<float>(error);
-  if (error == cudaSuccess) {
-    cudaEvent_t begin, end;
-    cudaEventCreate(&begin), cudaEventCreate(&end);
-    std::vector<float> taken;
-    for (int i = 0; i <= replays && error == cudaSuccess; ++i) {
-      cudaEventRecord(begin, stream), cudaGraphLaunch(run, stream), cudaEventRecord(end, stream);
-      error = cudaEventSynchronize(end);
-      float ms = 0;
-      cudaEventElapsedTime(&ms, begin, end);
-      if (i > 0) taken.push_back(1e3f * ms / calls);
-    }
-    std::sort(taken.begin(), taken.end());
-    us = error == cudaSuccess ? taken[taken.size() / 2] : -static_cast<float>(error);
-    cudaEventDestroy(begin), cudaEventDestroy(end);
-  }
-  if (run != nullptr) cudaGraphExecDestroy(run);
-  if (graph != nullptr) cudaGraphDestroy(graph);
-  cudaStreamDestroy(stream);
-  (void)cudaGetLastError();  // a shape that does not take the matrix
-  return us;
+    return error;
+  });
 }
 }

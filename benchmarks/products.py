@@ -79,7 +79,7 @@ def build() -> None:
     sources = [
         *(ROOT / "csrc").rglob("*.cu*"),
         *(ROOT / "csrc").rglob("*.h"),
-        *(ROOT / "benchmarks").glob("products*.cu"),
+        *(ROOT / "benchmarks").glob("products*.cu*"),
     ]
     newest = max(path.stat().st_mtime for path in sources)
     nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"

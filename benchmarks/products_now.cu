@@ -1,8 +1,6 @@
 // The products of bf16 rows with packed FP8 weights (csrc/dense/fp8.cu), for benchmarks/products.py to time beside.
-#include <algorithm>
-#include <vector>
-
 #include "../csrc/dense/fp8.cu"
+#include "products_time.cuh"
 
 namespace dsv4 {
 const Handler* handlers = nullptr;  // of csrc/common/library.cc
@@ -18,48 +16,21 @@ extern "C" float products_now_time(uint8_t* pool, size_t bytes, int weight_rows,
   const auto whole = [](size_t n) { return (n + 1023) / 1024 * 1024; };
   const size_t each = whole(matrix) + whole(x) + whole(out), copies = (bytes - whole(scales)) / each;
   if (copies == 0) return -static_cast<float>(cudaErrorMemoryAllocation);
-  cudaStream_t stream;
-  cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
-  cudaError_t error = cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal);
-  for (int i = 0; i < calls && error == cudaSuccess; ++i) {
-    uint8_t* at = pool + whole(scales) + i % copies * each;
-    const DenseFp8Args args = {reinterpret_cast<const __nv_bfloat16*>(at + whole(matrix)),
-                               at,
-                               pool,
-                               at + whole(matrix) + whole(x),
-                               rows,
-                               weight_rows,
-                               columns,
-                               groups,
-                               false};
-    error = launch(args, parts_of(weight_rows, columns), stream);
-  }
-  cudaGraph_t graph = nullptr;
-  const cudaError_t ended = cudaStreamEndCapture(stream, &graph);
-  if (error == cudaSuccess) error = ended;
-  cudaGraphExec_t run = nullptr;
-  if (error == cudaSuccess) error = cudaGraphInstantiate(&run, graph, 0);
-  float us = -static_cast<float>(error);
-  if (error == cudaSuccess) {
-    cudaEvent_t begin, end;
-    cudaEventCreate(&begin), cudaEventCreate(&end);
-    std::vector<float> taken;
-    for (int i = 0; i <= replays; ++i) {
-      cudaEventRecord(begin, stream), cudaGraphLaunch(run, stream), cudaEventRecord(end, stream);
-      error = cudaEventSynchronize(end);
-      float ms = 0;
-      cudaEventElapsedTime(&ms, begin, end);
-      if (error != cudaSuccess) return -static_cast<float>(error);
-      if (i > 0) taken.push_back(1e3f * ms / calls);
-    }
-    std::sort(taken.begin(), taken.end());
-    us = taken[taken.size() / 2];
-    cudaEventDestroy(begin), cudaEventDestroy(end);
-  }
-  if (run != nullptr) cudaGraphExecDestroy(run);
-  if (graph != nullptr) cudaGraphDestroy(graph);
-  cudaStreamDestroy(stream);
-  return us;
+  return time_graphs(
+      calls, replays, [](cudaStream_t) {},
+      [&](int i, cudaStream_t stream) {
+        uint8_t* at = pool + whole(scales) + i % copies * each;
+        const DenseFp8Args args = {reinterpret_cast<const __nv_bfloat16*>(at + whole(matrix)),
+                                   at,
+                                   pool,
+                                   at + whole(matrix) + whole(x),
+                                   rows,
+                                   weight_rows,
+                                   columns,
+                                   groups,
+                                   false};
+        return launch(args, parts_of(weight_rows, columns), stream);
+      });
 }
 // A pool of random bits with no NaN among its bf16 and e4m3 numbers, scales of about 1.
 __global__ void products_now_fill(uint32_t* to, size_t words) {

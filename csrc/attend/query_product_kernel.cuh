@@ -85,10 +85,6 @@ __device__ __forceinline__ void copy_box_to_both(uint32_t to, const CUtensorMap&
       "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"(kBoth)
       : "memory");
 }
-// At a barrier of a block of the cluster, about what the matrix units have read: nothing written need be seen.
-__device__ __forceinline__ void arrive_at(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
 // A number to the other block, counted by its barrier.
 __device__ __forceinline__ void send_float(uint32_t address, uint32_t barrier, float x) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(address), "f"(x),

@@ -79,7 +79,8 @@ constexpr int kFragment = 4;
 using Fragment = uint32_t[kFragment];
 
 #define DSV4_F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define DSV4_F16(d, i) DSV4_F4(d, i), DSV4_F4(d, i + 4), DSV4_F4(d, i + 8), DSV4_F4(d, i + 12)
+#define DSV4_F8(d, i) DSV4_F4(d, i), DSV4_F4(d, i + 4)
+#define DSV4_F16(d, i) DSV4_F8(d, i), DSV4_F8(d, i + 8)
 #define DSV4_F64(d, i) DSV4_F16(d, i), DSV4_F16(d, i + 16), DSV4_F16(d, i + 32), DSV4_F16(d, i + 48)
 
 // d[64 x 64] (+)= A[64 x 16] B[16 x 64]; A and B K-major in shared memory. `accumulate` 0 overwrites d.
@@ -161,6 +162,10 @@ __device__ __forceinline__ void barrier_init_fence() {
 }
 __device__ __forceinline__ void barrier_arrive(uint32_t bar) {
   asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+// At a barrier of a block of the cluster, about what the matrix units have read: nothing written need be seen.
+__device__ __forceinline__ void arrive_at(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 __device__ __forceinline__ void barrier_wait(uint32_t bar, uint32_t parity) {
   asm volatile(

@@ -14,7 +14,6 @@ template <int kN>
 __device__ __forceinline__ void mma_64(float (&d)[kN / 2], uint64_t a, uint64_t b, int accumulate);
 
 #define DSV4_A4(a) "r"((a)[0]), "r"((a)[1]), "r"((a)[2]), "r"((a)[3])
-#define DSV4_F8(d, i) DSV4_F4(d, i), DSV4_F4(d, i + 4)
 
 #define DSV4_MMA_64(N, REGISTERS, A, B, P, ...)                                                                \
   template <>                                                                                                  \

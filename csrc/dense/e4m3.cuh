@@ -16,10 +16,8 @@
 
 #include <utility>
 
-#include "common/bulk_copy.cuh"
-#include "common/hopper.cuh"
 #include "common/numbers.cuh"
-#include "common/overlap.cuh"
+#include "dense/ring.cuh"
 
 namespace dsv4 {
 
@@ -63,10 +61,9 @@ __device__ __forceinline__ void mma_e4m3(float (&d)[kN / 2], uint64_t a, uint64_
                  : __VA_ARGS__                                                                                         \
                  : "l"(a), "l"(b), "r"(accumulate));                                                                   \
   }
-#define DSV4_E4M3_F8(d, i) DSV4_F4(d, i), DSV4_F4(d, i + 4)
 
 DSV4_MMA_E4M3(8, "%0, %1, %2, %3", "4", "5", "6", DSV4_F4(d, 0))
-DSV4_MMA_E4M3(16, "%0, %1, %2, %3, %4, %5, %6, %7", "8", "9", "10", DSV4_E4M3_F8(d, 0))
+DSV4_MMA_E4M3(16, "%0, %1, %2, %3, %4, %5, %6, %7", "8", "9", "10", DSV4_F8(d, 0))
 DSV4_MMA_E4M3(32, "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15", "16", "17", "18",
               DSV4_F16(d, 0))
 DSV4_MMA_E4M3(64,
@@ -88,13 +85,6 @@ __device__ __forceinline__ void multiply_block(float (&d)[kN / 2], uint32_t a, u
   for (int i = 0; i < kE4m3Columns / kE4m3Depth; ++i)
     mma_e4m3<kN>(d, k_major(a, i * kE4m3Depth), k_major(b, i * kE4m3Depth), i > 0);
   mma_commit();
-}
-
-// What reads or writes the sums stays on its side of here.
-template <int kCount>
-__device__ __forceinline__ void hold_sums(float (&d)[kCount]) {
-#pragma unroll
-  for (float& x : d) asm volatile("" : "+f"(x)::"memory");
 }
 
 // `f` of 0, 1, ..., kCount - 1, as types whose `value` is the number.
@@ -124,17 +114,6 @@ struct WeightFactors {
     return __shfl_sync(kAllLanes, mine, within<kLanes>(i));
   }
 };
-
-// Four results next to each other.
-__device__ __forceinline__ void store_results(const E4m3Args& args, size_t at, float4 x) {
-  if (args.float_out) {
-    *reinterpret_cast<float4*>(static_cast<float*>(args.out) + at) = x;
-  } else {
-    const __nv_bfloat162 low = __floats2bfloat162_rn(x.x, x.y), high = __floats2bfloat162_rn(x.z, x.w);
-    *reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(args.out) + at) =
-        make_uint2(reinterpret_cast<const uint32_t&>(low), reinterpret_cast<const uint32_t&>(high));
-  }
-}
 
 // The parts' totals at this place, of blocks of the cluster `step` apart from `first` on, added one after the other.
 template <int kParts>

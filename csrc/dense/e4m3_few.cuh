@@ -43,60 +43,38 @@ struct E4m3FewShape {
   static_assert(kSharedBytes <= kSharedLimit, "fits");
 };
 
-struct E4m3FewStage {
-  alignas(8) uint64_t weights, rows, empty;
-};
-
 template <typename Shape>
 struct E4m3FewCopies {
-  E4m3FewStage* stages;
+  StreamStage* stages;
   uint32_t rows, weights, scales;
   const E4m3Args& args;
   const CUtensorMap& map;
   int tile, first_row;
   int block, row_block;  // the first: of the weights, of the rows
   int steps;
+  size_t tile_bytes = static_cast<size_t>(args.columns) * kE4m3Rows;
+  const uint8_t* from = args.weights + tile * tile_bytes + static_cast<size_t>(block) * kE4m3Tile;
+  uint64_t policy = streamed_once();
 
-  // Each as soon as its stage was handed back and the one `window` before it is there.
-  __device__ __forceinline__ void copy_weights(int window) const {
-    const size_t tile_bytes = static_cast<size_t>(args.columns) * kE4m3Rows;
-    const uint8_t* from = args.weights + tile * tile_bytes + static_cast<size_t>(block) * kE4m3Tile;
-    const uint64_t policy = streamed_once();
-    Stage there = {0, 0}, next = {0, 0};
-    for (int step = 0; step < steps; ++step) {
-      if (step >= window) {
-        barrier_wait(shared_address(&stages[there.index].weights), there.phase);
-        if (++there.index == Shape::kStages) there.index = 0, there.phase ^= 1;
-      }
-      if (step >= Shape::kStages) barrier_wait(shared_address(&stages[next.index].empty), next.phase ^ 1);
-      const uint32_t full = shared_address(&stages[next.index].weights);
-      barrier_expect(full, Shape::kStageWeights);
-#pragma unroll
-      for (int t = 0; t < Shape::kTiles; ++t)
-        copy_bulk(weights + next.index * Shape::kStageWeights + t * Shape::kRunWeights,
-                  from + t * tile_bytes + static_cast<size_t>(step) * Shape::kRunWeights, Shape::kRunWeights, full,
-                  policy);
-      if (++next.index == Shape::kStages) next.index = 0, next.phase ^= 1;
-    }
+  __device__ __forceinline__ uint32_t scale_bytes() const {
+    return min(Shape::kRows, args.pitch - first_row) * sizeof(float);
   }
-  __device__ __forceinline__ void copy_rows() const {
-    const uint32_t scale_bytes = min(Shape::kRows, args.pitch - first_row) * sizeof(float);
-    Stage next = {0, 0};
-    wait_for_previous();
-    for (int step = 0; step < steps; ++step) {
-      if (step >= Shape::kStages) barrier_wait(shared_address(&stages[next.index].empty), next.phase ^ 1);
-      const uint32_t full = shared_address(&stages[next.index].rows);
-      barrier_expect(full, Shape::kStageRows + Shape::kRun * scale_bytes);
-      const int at = row_block + step * Shape::kRun;
-      copy_boxes(rows + next.index * Shape::kStageRows, map, first_row, at, full);
+  __device__ __forceinline__ void copy_runs(int step, int stage, uint32_t full) const {
 #pragma unroll
-      for (int r = 0; r < Shape::kRun; ++r)
-        copy_bulk(
-            scales + next.index * Shape::kStageScales + r * Shape::kBoxScales,
-            reinterpret_cast<const uint8_t*>(args.row_scales + static_cast<size_t>(at + r) * args.pitch + first_row),
-            scale_bytes, full);
-      if (++next.index == Shape::kStages) next.index = 0, next.phase ^= 1;
-    }
+    for (int t = 0; t < Shape::kTiles; ++t)
+      copy_bulk(weights + stage * Shape::kStageWeights + t * Shape::kRunWeights,
+                from + t * tile_bytes + static_cast<size_t>(step) * Shape::kRunWeights, Shape::kRunWeights, full,
+                policy);
+  }
+  __device__ __forceinline__ void copy_own_rows(int step, int stage, uint32_t full) const {
+    const int at = row_block + step * Shape::kRun;
+    copy_boxes(rows + stage * Shape::kStageRows, map, first_row, at, full);
+#pragma unroll
+    for (int r = 0; r < Shape::kRun; ++r)
+      copy_bulk(
+          scales + stage * Shape::kStageScales + r * Shape::kBoxScales,
+          reinterpret_cast<const uint8_t*>(args.row_scales + static_cast<size_t>(at + r) * args.pitch + first_row),
+          scale_bytes(), full);
   }
 };
 
@@ -118,7 +96,7 @@ __device__ __forceinline__ void add_scaled(float (&total)[kRows / 2], const floa
 
 // A warpgroup's totals of its part of K. Leaves with nothing in flight.
 template <typename Shape>
-__device__ __forceinline__ void multiply_few(float (&total)[Shape::kRows / 2], E4m3FewStage* stages, uint32_t weights,
+__device__ __forceinline__ void multiply_few(float (&total)[Shape::kRows / 2], StreamStage* stages, uint32_t weights,
                                              uint32_t rows, uint32_t scales, WeightFactors factors, int steps,
                                              int lane) {
   constexpr int kRun = Shape::kRun;
@@ -137,14 +115,14 @@ __device__ __forceinline__ void multiply_few(float (&total)[Shape::kRows / 2], E
     barrier_wait(shared_address(&stages[stage.index].rows), stage.phase);
 #pragma unroll
     for (int r = 0; r < kRun; ++r) {
-      hold_sums(sum[r]);
+      fence_sums(sum[r]);
       multiply_block<Shape::kRows>(sum[r], k_major_low(weights + stage.index * Shape::kStageWeights + r * kE4m3Tile),
                                    k_major_low(rows + stage.index * Shape::kStageRows + r * Shape::kBoxBytes));
     }
     each<kRun>([&](auto number) {
       constexpr int r = decltype(number)::value;
       mma_wait<kRun - 1 - r>();
-      hold_sums(sum[r]);
+      fence_sums(sum[r]);
       add_scaled<Shape::kRows>(total, sum[r], factors.of(step * kRun + r),
                                scales + stage.index * Shape::kStageScales + r * Shape::kBoxScales, lane);
     });
@@ -161,7 +139,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     dense_e4m3_few_kernel(const __grid_constant__ E4m3Args args, const __grid_constant__ CUtensorMap map, int window) {
   let_next_start();
   extern __shared__ uint8_t dynamic[];
-  __shared__ E4m3FewStage stages[Shape::kStages];
+  __shared__ StreamStage stages[Shape::kStages];
   const int part = kParts == 1 ? 0 : blockIdx.x, first_row = blockIdx.y * Shape::kRows;
   const int tile = blockIdx.z * Shape::kTiles;
   const int warpgroup = __shfl_sync(kAllLanes, threadIdx.x / kWarpgroup, 0), thread = threadIdx.x & (kWarpgroup - 1);
@@ -172,13 +150,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   const int steps = part_blocks / Shape::kRun;
   if (threadIdx.x == Shape::kConsumers) {
     fetch_map(map);
-#pragma unroll
-    for (int s = 0; s < Shape::kStages; ++s) {
-      barrier_init(shared_address(&stages[s].weights), 1);
-      barrier_init(shared_address(&stages[s].rows), 1);
-      barrier_init(shared_address(&stages[s].empty), Shape::kConsumers / kLanes);
-    }
-    barrier_init_fence();
+    open_ring<Shape>(stages);
   }
   __syncthreads();
   if (warpgroup == Shape::kTiles) {
@@ -187,9 +159,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
       const E4m3FewCopies<Shape> copies = {
           stages, rows, weights, scales, args, map, tile, first_row, first_block, group * blocks + first_block, steps};
       if (thread == 0) {
-        copies.copy_weights(window);
+        fill_weights<Shape>(copies, window);
       } else {
-        copies.copy_rows();
+        fill_rows<Shape>(copies, Shape::kStageRows + Shape::kRun * copies.scale_bytes());
       }
     }
     __syncwarp();
@@ -201,18 +173,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     float total[Shape::kRows / 2];
     multiply_few<Shape>(total, stages, weights + warpgroup * Shape::kRunWeights, rows, scales, factors, steps, lane);
     named_sync(1, Shape::kConsumers);  // the ring is free
-    const int row = accumulator_row(warp_of(thread), lane);
-    const uint32_t to =
-        weights + (2 * quad_lane(lane) * Shape::kSumPitch + warpgroup * kE4m3Rows + row) * sizeof(float);
-#pragma unroll
-    for (int j = 0; j < Shape::kRows / kCellColumns; ++j) {
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        const uint32_t at = to + (kCellColumns * j + k) * Shape::kSumPitch * sizeof(float);
-        store_shared(at, __float_as_uint(total[kCell * j + k]));
-        store_shared(at + kLowerRow * sizeof(float), __float_as_uint(total[kCell * j + 2 + k]));
-      }
-    }
+    put_own_sums<Shape>(total, weights + warpgroup * kE4m3Rows * sizeof(float), thread);
     if constexpr (kParts == 1) named_sync(1, Shape::kConsumers);
   }
   if constexpr (kParts > 1) cluster_sync();
@@ -226,7 +187,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     for (int row = over<kSteps>(threadIdx.x); row < count; row += kPass) {
       const float4 x =
           add_in_order<kParts>(weights + row * Shape::kSumPitch * sizeof(float) + step * kChunkBytes, 0, 1);
-      store_results(args, at + static_cast<size_t>(row) * args.weight_rows, x);
+      store_four(args, at + static_cast<size_t>(row) * args.weight_rows, x);
     }
   }
   if constexpr (kParts > 1) cluster_meet();  // nobody leaves while others read its totals

@@ -83,11 +83,6 @@ __device__ __forceinline__ void copy_bulk_to_all(uint32_t to, const uint8_t* fro
       "l"(from), "r"(bytes), "r"(barrier), "h"(static_cast<uint16_t>(mask))
       : "memory");
 }
-// On a barrier of another block of the cluster. What was read before is ordered by the products' wait: no wider scope
-// is needed, which would flush and invalidate caches in every step.
-__device__ __forceinline__ void barrier_arrive_at(uint32_t bar, int rank) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(peer_address(bar, rank)) : "memory");
-}
 
 // One thread's copies of all the tiles of a block.
 template <typename Shape>
@@ -272,16 +267,16 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
 #pragma unroll
           for (int p = 0; p < Shape::kProducts; ++p) {
             const int m = p / Shape::kAcross, n = p % Shape::kAcross;
-            hold_sums(sum);
+            fence_sums(sum);
             multiply_block<Shape::kN>(sum, a + here + m * (kE4m3Rows * kE4m3Columns >> kDescriptorUnit),
                                       b + there + n * (Shape::kN * kE4m3Columns >> kDescriptorUnit));
             mma_wait<0>();
-            hold_sums(sum);
+            fence_sums(sum);
             if (p == Shape::kProducts - 1) {  // the stage has been read
               __syncwarp();
               if constexpr (Shape::kShare > 1) {
                 if (lane < Shape::kShare)
-                  barrier_arrive_at(shared_address(&stages[stage.index].empty), split * Shape::kShare + lane);
+                  arrive_at(peer_address(shared_address(&stages[stage.index].empty), split * Shape::kShare + lane));
               } else {
                 if (lane == 0) barrier_arrive(shared_address(&stages[stage.index].empty));
               }
@@ -336,7 +331,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
       for (int row = over<kSteps>(threadIdx.x); row < count; row += kPass) {
         const uint32_t from = rows + (row * Shape::kSumPitch + kOwnFloats * step) * sizeof(float);
         const float4 x = add_in_order<Shape::kSplit>(from, share, Shape::kShare);
-        store_results(args, at + static_cast<size_t>(row) * args.weight_rows, x);
+        store_four(args, at + static_cast<size_t>(row) * args.weight_rows, x);
       }
     } else if (thread == 0) {
       store_wait_read();  // shared memory stays until it has been read

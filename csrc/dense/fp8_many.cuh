@@ -41,13 +41,6 @@ struct ManyStage {
   alignas(8) uint64_t full, empty;
 };
 
-// What reads or writes the sums stays on its side of here.
-template <int kCount>
-__device__ __forceinline__ void fence_sums(float (&d)[kCount]) {
-#pragma unroll
-  for (float& x : d) asm volatile("" : "+f"(x)::"memory");
-}
-
 // A warpgroup's products of one part of K, the stages from `stage` on.
 template <typename Shape>
 __device__ __forceinline__ void multiply_part(float (&d)[Shape::kRows / 2], ManyStage* stages, Stage& stage,
@@ -116,22 +109,6 @@ __device__ __forceinline__ void add_in_turn(float (&d)[kCount], const Multiply& 
       if (i == 3) add_to(d, pair);
     }
     fence_sums(d);
-  }
-}
-
-// A warpgroup's sums to its shared memory: [row of x][row of its weights].
-template <typename Shape>
-__device__ __forceinline__ void put_own_sums(const float (&d)[Shape::kRows / 2], uint32_t sums, int thread) {
-  const int lane = lane_of(thread), row = accumulator_row(warp_of(thread), lane);
-  const uint32_t to = sums + (2 * quad_lane(lane) * Shape::kSumPitch + row) * sizeof(float);
-#pragma unroll
-  for (int i = 0; i < Shape::kRows / kCellColumns; ++i) {
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      const uint32_t at = to + (kCellColumns * i + k) * Shape::kSumPitch * sizeof(float);
-      store_shared(at, __float_as_uint(d[kCell * i + k]));
-      store_shared(at + kLowerRow * sizeof(float), __float_as_uint(d[kCell * i + 2 + k]));
-    }
   }
 }
 

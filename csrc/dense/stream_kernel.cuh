@@ -17,10 +17,9 @@
 // last. How many parts there are the matrix alone decides, so a row's bits depend on nothing else in the call.
 #pragma once
 
-#include "common/bulk_copy.cuh"
 #include "common/mma_64.cuh"
-#include "common/overlap.cuh"
 #include "dense/fp8_weights.cuh"
+#include "dense/ring.cuh"
 
 namespace dsv4 {
 
@@ -71,14 +70,10 @@ struct DenseMaps {
   CUtensorMap of[Shape::kBytes];
 };
 
-struct DenseStage {
-  alignas(8) uint64_t weights, rows, empty;
-};
-
 // The copies of a block, each kind made by one thread, in order.
 template <typename Shape>
 struct DenseCopies {
-  DenseStage* stages;
+  StreamStage* stages;
   uint32_t weights, rows;
   const uint8_t* from;  // the first tile's first run
   size_t tile_bytes;    // 64 of the weights' rows
@@ -89,7 +84,8 @@ struct DenseCopies {
   uint64_t policy = streamed_once();
 
   // A step's runs of weights.
-  __device__ __forceinline__ void copy_runs(int step, uint32_t to, uint32_t full) const {
+  __device__ __forceinline__ void copy_runs(int step, int stage, uint32_t full) const {
+    const uint32_t to = weights + stage * Shape::kStageWeights;
 #pragma unroll
     for (int s = 0; s < Shape::kSplit; ++s) {
 #pragma unroll
@@ -105,35 +101,12 @@ struct DenseCopies {
       }
     }
   }
-  // Each stage as soon as the one `window` before it is there and it was handed back.
-  __device__ __forceinline__ void copy_weights(int window) const {
-    Stage there = {0, 0}, next = {0, 0};
-    for (int step = 0; step < steps; ++step) {
-      if (step >= window) {
-        barrier_wait(shared_address(&stages[there.index].weights), there.phase);
-        if (++there.index == Shape::kStages) there.index = 0, there.phase ^= 1;
-      }
-      if (step >= Shape::kStages) barrier_wait(shared_address(&stages[next.index].empty), next.phase ^ 1);
-      const uint32_t full = shared_address(&stages[next.index].weights);
-      barrier_expect(full, Shape::kStageWeights);
-      copy_runs(step, weights + next.index * Shape::kStageWeights, full);
-      if (++next.index == Shape::kStages) next.index = 0, next.phase ^= 1;
-    }
-  }
-  // Each as soon as its stage was handed back.
-  __device__ __forceinline__ void copy_rows() const {
-    Stage next = {0, 0};
-    wait_for_previous();
-    for (int step = 0; step < steps; ++step) {
-      if (step >= Shape::kStages) barrier_wait(shared_address(&stages[next.index].empty), next.phase ^ 1);
-      const uint32_t full = shared_address(&stages[next.index].rows);
-      barrier_expect(full, Shape::kStageRows);
+  // A step's rows.
+  __device__ __forceinline__ void copy_own_rows(int step, int stage, uint32_t full) const {
 #pragma unroll
-      for (int s = 0; s < Shape::kSplit; ++s) {
-        copy_boxes(rows + next.index * Shape::kStageRows + s * Shape::kRunBytes, maps.of[0], row,
-                   column / kBlockColumns + (s * steps + step) * Shape::kBoxes, full);
-      }
-      if (++next.index == Shape::kStages) next.index = 0, next.phase ^= 1;
+    for (int s = 0; s < Shape::kSplit; ++s) {
+      copy_boxes(rows + stage * Shape::kStageRows + s * Shape::kRunBytes, maps.of[0], row,
+                 column / kBlockColumns + (s * steps + step) * Shape::kBoxes, full);
     }
   }
 };
@@ -165,7 +138,7 @@ __device__ __forceinline__ void multiply_codes(float (&d)[Shape::kRows / 2], uin
 
 // A warpgroup's 64 x N products over its part of K. Leaves with nothing in flight.
 template <typename Shape>
-__device__ __forceinline__ void multiply_dense(float (&d)[Shape::kRows / 2], DenseStage* stages, uint32_t weights,
+__device__ __forceinline__ void multiply_dense(float (&d)[Shape::kRows / 2], StreamStage* stages, uint32_t weights,
                                                uint32_t rows, const uint8_t* scales, int steps, int thread) {
   constexpr int kPartColumns = 2 * kMmaDepth;  // two products: a thread's 16 bytes
   constexpr int kParts = Shape::kColumns / kPartColumns, kPartBytes = kPartColumns * kDenseRows;
@@ -201,7 +174,7 @@ __device__ __forceinline__ void multiply_dense(float (&d)[Shape::kRows / 2], Den
 
 // The same for eight rows, each warp by itself.
 template <typename Shape>
-__device__ __forceinline__ void multiply_dense_by_warp(float (&d)[Shape::kRows / 2], DenseStage* stages,
+__device__ __forceinline__ void multiply_dense_by_warp(float (&d)[Shape::kRows / 2], StreamStage* stages,
                                                        uint32_t weights, uint32_t rows, const uint8_t* scales,
                                                        int steps, int thread) {
   constexpr int kPartColumns = 2 * kMmaDepth;  // two products: a thread's 16 bytes
@@ -249,7 +222,7 @@ __device__ __forceinline__ void multiply_dense_by_warp(float (&d)[Shape::kRows /
 
 // The same with bf16 weights, which lie in shared memory as the matrix units want them.
 template <typename Shape>
-__device__ __forceinline__ void multiply_dense_bf16(float (&d)[Shape::kRows / 2], DenseStage* stages, uint32_t weights,
+__device__ __forceinline__ void multiply_dense_bf16(float (&d)[Shape::kRows / 2], StreamStage* stages, uint32_t weights,
                                                     uint32_t rows, int steps, int thread) {
   constexpr int kDepths = Shape::kColumns / kMmaDepth, kPerBox = kBlockColumns / kMmaDepth;
   Stage stage = {0, 0};
@@ -289,16 +262,6 @@ __device__ __forceinline__ void put_sums(const float (&d)[Shape::kRows / 2], flo
       at[kLowerRow] = d[kCell * i + 2 + k];
     }
   }
-}
-
-__device__ __forceinline__ void store_four(const DenseFp8Args& args, size_t at, float4 x) {
-  if (args.float_out) {
-    *reinterpret_cast<float4*>(static_cast<float*>(args.out) + at) = x;
-    return;
-  }
-  const __nv_bfloat162 low = __floats2bfloat162_rn(x.x, x.y), high = __floats2bfloat162_rn(x.z, x.w);
-  *reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(args.out) + at) = {reinterpret_cast<const uint32_t&>(low),
-                                                                           reinterpret_cast<const uint32_t&>(high)};
 }
 
 // Neighbours first, then pairs of them: however parts are grouped by powers of two, the same sums.
@@ -378,7 +341,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
                      int window) {
   let_next_start();
   extern __shared__ uint8_t dynamic[];
-  __shared__ DenseStage stages[Shape::kStages];
+  __shared__ StreamStage stages[Shape::kStages];
   const int rank = kCluster == 1 ? 0 : blockIdx.x, first_row = blockIdx.y * Shape::kRows;
   const int tile = blockIdx.z * Shape::kTiles;
   const int warpgroup = __shfl_sync(kAllLanes, threadIdx.x / kWarpgroup, 0), thread = threadIdx.x & (kWarpgroup - 1);
@@ -388,13 +351,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   const int first_column = rank * Shape::kSplit * part_columns;
   if (threadIdx.x == Shape::kConsumers) {
     for (const CUtensorMap& map : maps.of) fetch_map(map);
-#pragma unroll
-    for (int s = 0; s < Shape::kStages; ++s) {
-      barrier_init(shared_address(&stages[s].weights), 1);
-      barrier_init(shared_address(&stages[s].rows), 1);
-      barrier_init(shared_address(&stages[s].empty), Shape::kConsumers / kLanes);
-    }
-    barrier_init_fence();
+    open_ring<Shape>(stages);
   }
   __syncthreads();
   if (warpgroup == Shape::kWarpgroups) {
@@ -406,9 +363,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
       const DenseCopies<Shape> copies = {stages, weights,           rows,         from, tile_bytes, maps, first_row,
                                          column, tile * kDenseRows, first_column, steps};
       if (thread == 0) {
-        copies.copy_weights(window);
+        fill_weights<Shape>(copies, window);
       } else {
-        copies.copy_rows();
+        fill_rows<Shape>(copies, Shape::kStageRows);
       }
     }
     __syncwarp();
