@@ -12,17 +12,11 @@ import jax.numpy as jnp
 from ..formats.activations import ROW_BLOCK
 from ..ops.dense_fp8 import DenseFp8Arguments
 from .calls import declare, launch
+from .dense_fp8 import supports
 
-__all__ = ["IMPLEMENTATION", "MAX_ROWS", "call", "supports"]
+__all__ = ["IMPLEMENTATION", "call"]
 
-MAX_ROWS = 1 << 16
 PITCH = 4  # rows of scales come in multiples: 16 bytes
-
-
-def supports(arguments: DenseFp8Arguments) -> str | None:
-    """Says why the kernel cannot take these arguments; None if it can."""
-    rows = arguments.x.shape[0]
-    return f"it takes up to {MAX_ROWS} rows, not {rows}" if rows > MAX_ROWS else None
 
 
 def call(arguments: DenseFp8Arguments) -> jax.Array:

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
+from dsv4_jax import ops
 from dsv4_jax.errors import ImplementationError
-from dsv4_jax.formats.weights.fp8 import pack
-from dsv4_jax.ops import dense_fp8
 
-from ..ops.test_dense_fp8 import MATRICES, DenseFp8Test
-from ..oracle import dense as oracle
+from ..ops.test_dense_fp8 import DenseFp8Test, OnTheGpu
 
 CODES, SCALES = jax.ShapeDtypeStruct((8, 4, 8192), jnp.uint8), jax.ShapeDtypeStruct((4, 4), jnp.uint8)
 
 
-def lowered(rows: int, **options) -> str:
-    call = jax.jit(functools.partial(dense_fp8, implementation="cuda", **options))
+def lowered(rows: int, op: Callable[..., jax.Array] = ops.dense_fp8, **options) -> str:
+    call = jax.jit(functools.partial(op, implementation="cuda", **options))
     x = jax.ShapeDtypeStruct((rows, options.get("groups", 1) * 512), jnp.float32)
     return call.trace(x, CODES, SCALES).lower(lowering_platforms=("cuda",)).as_text()
 
@@ -35,38 +33,13 @@ def test_lowers_to_one_ffi_call(dtype, spelled: str) -> None:
 
 
 @pytest.mark.usefixtures("assumed_library")
-def test_more_rows_are_for_the_reference() -> None:
-    lowered(1 << 16)
+@pytest.mark.parametrize("op", [ops.dense_fp8, ops.dense_e4m3])
+def test_more_rows_are_for_the_reference(op: Callable[..., jax.Array]) -> None:
+    lowered(1 << 16, op)
     with pytest.raises(ImplementationError, match="'cuda' cannot run: it takes up to 65536 rows, not 65537"):
-        lowered((1 << 16) + 1)
+        lowered((1 << 16) + 1, op)
 
 
 @pytest.mark.gpu
-class TestDenseFp8OnTheGpu(DenseFp8Test):
+class TestDenseFp8OnTheGpu(OnTheGpu, DenseFp8Test):
     implementation = "cuda"
-
-    @pytest.mark.parametrize("name", MATRICES)
-    def test_alone_and_among_others(self, name: str) -> None:
-        x, weights, scales, _ = self.case(name, 300)
-        groups = MATRICES[name][2]
-        among = self.run(x, weights, scales, groups=groups)
-        for first, size in ((0, 1), (3, 8), (100, 16), (31, 33), (180, 64), (9, 129), (0, 256)):
-            alone = self.run(x[first : first + size], weights, scales, groups=groups)
-            np.testing.assert_array_equal(alone, among[first : first + size])
-
-    @pytest.mark.parametrize(("n", "k", "groups"), [(24576, 1024, 1), (8192, 4096, 8)])
-    def test_a_share_of_rows_has_the_bits_of_the_whole(self, n: int, k: int, groups: int) -> None:
-        """Of matrices whose shares alone would be cut into more parts of K: `wq_b` and `wo_a` on two and four GPUs."""
-        rng = np.random.default_rng(n)
-        codes, scales = oracle.random_matrix(rng, n, k)
-        for rows in (1, 8, 64):
-            x = rng.standard_normal((rows, groups * k)).astype(jnp.bfloat16)
-            whole = self.run(x, *pack(codes, scales), groups=groups)
-            for shares in (2, 4):
-                size, own = n // shares, max(1, groups // shares)
-                for i in range(shares):
-                    part = slice(i * size, (i + 1) * size), slice(i * size // 128, (i + 1) * size // 128)
-                    weights = pack(codes[part[0]], scales[part[1]])
-                    taken = x[:, i * own * k : (i + 1) * own * k] if groups > 1 else x
-                    got = self.run(taken, *weights, groups=own, whole_rows=n)
-                    np.testing.assert_array_equal(got, whole[:, part[0]])

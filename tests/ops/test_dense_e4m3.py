@@ -8,16 +8,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from dsv4_jax.errors import ShapeError
 from dsv4_jax.formats.activations import quantise_rows
 from dsv4_jax.formats.weights.fp8 import swizzled
 from dsv4_jax.ops import dense_e4m3
 
 from ..oracle import dense as oracle
 from ..oracle import matrix_unit
-from .op_test import OpTest
+from .test_dense_fp8 import STATIC, DenseTest
 
-jit_dense = jax.jit(dense_e4m3, static_argnames=("groups", "dtype", "whole_rows", "implementation"))
 # Weights' rows and columns, and groups; all numbers of parts of K, and blocks of K in odd numbers.
 MATRICES = {
     "one_tile": (64, 128, 1),
@@ -34,18 +32,17 @@ def codes_of(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return codes, np.exp2(scales.astype(np.float32) - 127)
 
 
-class DenseE4m3Test(OpTest):
+class DenseE4m3Test(DenseTest):
     op = "dense_e4m3"
-
-    def run(self, x: np.ndarray, codes: np.ndarray, scales: np.ndarray, **options) -> np.ndarray:
-        return np.asarray(jit_dense(x, swizzled(codes), scales, implementation=self.implementation, **options))
+    multiply = jax.jit(dense_e4m3, static_argnames=STATIC)
+    laid = staticmethod(lambda codes, scales: (swizzled(codes), scales))
+    matrices = MATRICES
 
     def case(self, name: str, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """x, codes and scales as released; sizes of blocks differ, so that the order of sums shows."""
-        rng = np.random.default_rng(rows)
-        n, k, groups = MATRICES[name]
-        sizes = np.exp2(rng.integers(-6, 6, (rows, groups * k // 128))).repeat(128, 1)
-        return (rng.standard_normal((rows, groups * k)) * sizes).astype(jnp.bfloat16), *oracle.random_matrix(rng, n, k)
+        """As of any product; sizes of blocks differ, so that the order of sums shows."""
+        x, *weights = super().case(name, rows)
+        sizes = np.exp2(np.random.default_rng(rows).integers(-6, 6, (rows, x.shape[1] // 128))).repeat(128, 1)
+        return (x.astype(np.float32) * sizes).astype(jnp.bfloat16), *weights
 
     @pytest.mark.parametrize("rows", [1, 17, 100])
     @pytest.mark.parametrize("name", MATRICES)
@@ -61,16 +58,6 @@ class DenseE4m3Test(OpTest):
         exact = oracle.product(x.astype(np.float64), oracle.dequantised(codes, scales), groups)
         assert 5e-3 < np.linalg.norm(want - exact) / np.linalg.norm(exact) < 5e-2  # what rounding the rows costs
 
-    def test_rounds_to_bf16_once(self) -> None:
-        x, codes, scales = self.case("odd", 5)
-        got = self.run(x, codes, scales, dtype=jnp.bfloat16)
-        np.testing.assert_array_equal(got, self.run(x, codes, scales).astype(jnp.bfloat16))
-
-    def test_float32_rows_are_taken_in_bf16(self) -> None:
-        x, codes, scales = self.case("odd", 5)
-        exact = x.astype(np.float32)
-        np.testing.assert_array_equal(self.run(exact * (1 + 2**-12), codes, scales), self.run(x, codes, scales))
-
 
 class TestDenseE4m3(DenseE4m3Test):
     implementation = "xla"
@@ -83,18 +70,5 @@ def test_the_unit_has_the_same_products(name: str) -> None:
     n, k, groups = MATRICES[name]
     of_rows = np.exp2(scales.astype(np.float32) - 127).repeat(128, 0)[:n]
     unit = matrix_unit.dense(*codes_of(x), codes, of_rows, parts=matrix_unit.parts_of(n, k), groups=groups)
-    got = np.asarray(jit_dense(x, swizzled(codes), scales, groups=groups, implementation="xla"))
+    got = TestDenseE4m3().run(x, codes, scales, groups=groups)
     assert 0 < np.linalg.norm(got - unit) <= 3e-4 * np.linalg.norm(unit)
-
-
-def test_no_rows() -> None:
-    codes, scales = jnp.zeros((2, 3, 8192), jnp.uint8), jnp.zeros((1, 3), jnp.uint8)
-    assert dense_e4m3(jnp.zeros((0, 384)), codes, scales).shape == (0, 128)
-
-
-def test_arguments_are_named() -> None:
-    codes, scales = jnp.zeros((2, 3, 8192), jnp.uint8), jnp.zeros((1, 3), jnp.uint8)
-    with pytest.raises(ShapeError, match=r"dense_e4m3: x has 256 columns, 1 groups of weights \[128, 384\] take 384"):
-        dense_e4m3(jnp.zeros((2, 256)), codes, scales)
-    with pytest.raises(ShapeError, match="dense_e4m3: dtype is float16, expected float32 or bfloat16"):
-        dense_e4m3(jnp.zeros((2, 384)), codes, scales, dtype=jnp.float16)
