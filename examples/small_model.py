@@ -16,6 +16,9 @@ for [B, T] tokens at once, in the form that a GPU is fast at: the window in bloc
 * **Balance** of the experts without a loss: a bias that only chooses rises for experts that got too few tokens
   (DeepSeek-V3, arXiv 2412.19437, section 2.1.2); `losses` gives the counts.
 
+DSpark's stages (`with_drafts`) are trained by themselves, beside a backbone that stays as it is (`draft_losses`):
+blocks behind some tokens of a text learn the backbone's own distribution at their places, given the text before.
+
 A plain transformer of the same size (`PlainConfig`) is here for comparison: full causal attention, SwiGLU.
 """
 
@@ -36,7 +39,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import dsv4_jax as dsv4
-from dsv4_jax.config import AttentionType
+from dsv4_jax.config import AttentionType, DSparkHead
 from dsv4_jax.formats import index_format, kv_format
 from dsv4_jax.formats.scaling import (
     E4M3_MAX,
@@ -51,17 +54,20 @@ from dsv4_jax.formats.scaling import (
 from dsv4_jax.formats.weights import WeightFormat
 from dsv4_jax.formats.weights.fp4 import gate_up_rows
 from dsv4_jax.model import Params, init_params, param_specs
+from dsv4_jax.model.weights.names import MTP
 from dsv4_jax.model.weights.quantised import FP4, FP8, Quantised
 from dsv4_jax.ops.numerics import hadamard, rope_frequencies
 
 __all__ = [
     "EXACT",
     "LEARNED",
+    "DraftLosses",
     "Losses",
     "Phase",
     "PlainConfig",
     "Precision",
     "Stacks",
+    "draft_losses",
     "draw",
     "fp4_rounded",
     "fp8_rounded",
@@ -73,7 +79,9 @@ __all__ = [
     "small_config",
     "stack",
     "toy_config",
+    "trained",
     "unstack",
+    "with_drafts",
 ]
 
 Tree: TypeAlias = Any
@@ -131,6 +139,16 @@ def toy_config(vocab_size: int = 512) -> dsv4.DSV4Config:
         num_mtp_layers=1,
         hc_sinkhorn_iters=20,
     )
+
+
+def with_drafts(cfg: dsv4.DSV4Config) -> dsv4.DSV4Config:
+    """The same backbone with DSpark's stages in place of an MTP layer, their sizes in V4's proportions to the others.
+
+    The noise is the mark that ends a file: nothing of a text is drafted behind it.
+    """
+    last = tuple(range(max(cfg.num_layers - 3, 0), cfg.num_layers))
+    head = DSparkHead(block_size=5, noise_token_id=1, target_layer_ids=last, markov_rank=64)
+    return dataclasses.replace(cfg, num_mtp_layers=0, dspark=head)
 
 
 # Rounding
@@ -236,6 +254,9 @@ class _Leaf(NamedTuple):
     number: int
 
 
+_BY_ADAM = ("embed", "head", "fn", "ape", "gate", "weights_proj", "w1", "w2", "confidence")  # the others by Muon
+
+
 def _leaves(cfg: dsv4.DSV4Config | PlainConfig) -> Iterator[_Leaf]:
     """All that is trained, in a fixed order.
 
@@ -252,18 +273,24 @@ def _leaves(cfg: dsv4.DSV4Config | PlainConfig) -> Iterator[_Leaf]:
             )
         )
     counts: dict[str, int] = {}
+    frozen = isinstance(cfg, dsv4.DSV4Config) and cfg.dspark is not None  # all but the stages
     for keys, spec in jax.tree_util.tree_leaves_with_path(specs):
         name = keys[-1].key
-        if not jnp.issubdtype(spec.dtype, jnp.floating) or name == "gate_bias":
+        if not jnp.issubdtype(spec.dtype, jnp.floating) or name == "gate_bias" or (frozen and keys[0].key != MTP):
             continue  # hash tables are drawn once, biases follow the counts
         stored = formats.get(keys)
         fmt = stored.format.name if isinstance(stored, Quantised) else "f32" if _stays_float32(stored) else "bf16"
-        small = len(spec.shape) < 2 or name in ("embed", "head", "fn", "ape", "gate", "weights_proj")
+        small = len(spec.shape) < 2 or name in _BY_ADAM
         is_expert_gate = name == "gate" and len(keys) > 1 and keys[-2].key == "shared"
         optimiser = "adam" if small and not is_expert_gate else "muon"
         stack = f"{optimiser}.{fmt}.{'x'.join(map(str, spec.shape))}"
         yield _Leaf(keys, stack, counts.get(stack, 0))
         counts[stack] = counts.get(stack, 0) + 1
+
+
+def trained(cfg: dsv4.DSV4Config | PlainConfig) -> set[str]:
+    """The `keystr` of all that is trained: with DSpark its stages, with an MTP layer or none everything."""
+    return {jax.tree_util.keystr(leaf.keys) for leaf in _leaves(cfg)}
 
 
 def _stays_float32(spec: Any) -> bool:
@@ -318,7 +345,7 @@ def released(cfg: dsv4.DSV4Config, params: Params) -> Params:
 
 
 def draw(cfg: dsv4.DSV4Config, seed: int = 0) -> Params:
-    """Parameters to begin training with, MTP layer and all, float32.
+    """Parameters to begin training with, the layers that draft and all, float32.
 
     Matrices that write into the residual are smaller by the root of their number; hyper-connections begin near a plain
     residual, in which each block reads mostly one of the streams.
@@ -330,7 +357,7 @@ def draw(cfg: dsv4.DSV4Config, seed: int = 0) -> Params:
         name, of = keys[-1].key, keys[-2].key if len(keys) > 1 and hasattr(keys[-2], "key") else ""
         if "norm" in name:
             return jnp.ones_like(x)
-        if name in ("attn_sink", "ape", "gate_bias"):
+        if name in ("attn_sink", "ape", "gate_bias", "w2", "confidence"):
             return jnp.zeros_like(x)
         if name == "scale":
             return jnp.full_like(x, 0.05)
@@ -369,6 +396,35 @@ class Losses(NamedTuple):
     index: jax.Array
     counts: jax.Array
 
+    @property
+    def facts(self) -> dict[str, jax.Array]:
+        """What the log tells of them."""
+        return {"loss": self.next_token, "drafts": self.after_next, "index": self.index}
+
+
+class DraftLosses(NamedTuple):
+    """What `draft_losses` gives; means over blocks, in nats.
+
+    Attributes:
+        total: what is minimised.
+        drafts: the cross-entropy of the rows' distributions with the backbone's, mean over the rows of a block.
+        confidence: the cross-entropy of how sure the head is with how likely the standard rule keeps a draft.
+        agreed: [rows] the share of blocks in which the likeliest token of row k is the backbone's, and so are those of
+            the rows before it; each row knows the text's own token before its place.
+        counts: [stages, experts] float32, tokens that chose each expert.
+    """
+
+    total: jax.Array
+    drafts: jax.Array
+    confidence: jax.Array
+    agreed: jax.Array
+    counts: jax.Array
+
+    @property
+    def facts(self) -> dict[str, jax.Array]:
+        """What the log tells of them."""
+        return {"loss": self.drafts, "confidence": self.confidence, "agreed": self.agreed}
+
 
 def losses(
     cfg: dsv4.DSV4Config,
@@ -382,28 +438,12 @@ def losses(
     remat: bool = False,
 ) -> Losses:
     """The losses of `params` (with an MTP layer), rounded already, on tokens [B, T + 2]; T a multiple of the window."""
-    count = tokens.shape[1] - 2
-    here = tokens[:, :count]
-    x = _looked_up(params["embed"].astype(precision.dtype), here)
-    streams = jnp.broadcast_to(x[:, :, None], (*x.shape[:2], cfg.hc_mult, x.shape[2]))
-
-    def layer(p: Params, streams: jax.Array, tokens: jax.Array, attn: AttentionType) -> Any:
-        return _layer(p, streams, tokens, attn, cfg, phase, precision)
-
-    # Of the forward only the products are kept; what lies between them is cheaper to compute again than to keep.
-    kept = jax.checkpoint_policies
-    kept = kept.save_from_both_policies(kept.dots_saveable, kept.save_only_these_names("comb"))
-    policy = None if remat else kept
-    run = jax.checkpoint(layer, static_argnums=3, policy=policy)
-    index, counts = [], []
-    for p, attn in zip(params["layers"], cfg.layer_types, strict=True):
-        streams, of_index, of_experts = run(p, streams, here, attn)
-        index += [] if of_index is None else [of_index]
-        counts += [] if "tid2eid" in p["ffn"] else [of_experts]
+    run = _kept_products(cfg, phase, precision, remat)
+    streams, _, index, counts = _backbone(cfg, params, tokens[:, :-2], run, precision)
     of_logits = jax.checkpoint(_cross_entropy)
     next_token = of_logits(_head(params, streams, params, cfg, precision), tokens[:, 1:-1])
 
-    (p,), following = params["mtp"], tokens[:, 1:-1]
+    (p,), following = params[MTP], tokens[:, 1:-1]
     told = _linear(precision.of_product(_norm(streams, p["hnorm"], cfg)), p["h_proj"])
     x = _looked_up(params["embed"].astype(precision.dtype), following)
     embedded = precision.of_product(_norm(x, p["enorm"], cfg))
@@ -414,6 +454,147 @@ def losses(
     of_index = jnp.stack(index).mean() if index else jnp.float32(0)
     total = next_token + np.float32(mtp_weight) * after_next + np.float32(index_weight) * of_index
     return Losses(total, next_token, after_next, of_index, jnp.stack([*counts, of_experts]))
+
+
+def _kept_products(cfg: dsv4.DSV4Config, phase: Phase, precision: Precision, remat: bool) -> Callable[..., Any]:
+    """`_layer` of (parameters, streams, tokens, kind), of whose forward only the products are kept.
+
+    What lies between them is cheaper to compute again than to keep. `remat`: nothing is kept.
+    """
+
+    def layer(p: Params, streams: jax.Array, tokens: jax.Array, attn: AttentionType) -> Any:
+        return _layer(p, streams, tokens, attn, cfg, phase, precision)
+
+    return jax.checkpoint(layer, static_argnums=3, policy=None if remat else _KEPT)
+
+
+_KEPT = jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.dots_saveable, jax.checkpoint_policies.save_only_these_names("comb")
+)
+
+
+def _backbone(
+    cfg: dsv4.DSV4Config, params: Params, tokens: jax.Array, run: Callable[..., Any], precision: Precision
+) -> tuple[jax.Array, list[jax.Array], list[jax.Array], list[jax.Array]]:
+    """(Streams behind the last layer, means of the streams behind those that DSpark hears, indexers' losses, tokens of
+    the experts of each layer that scores them), of tokens [B, T]."""
+    x = _looked_up(params["embed"].astype(precision.dtype), tokens)
+    streams = jnp.broadcast_to(x[:, :, None], (*x.shape[:2], cfg.hc_mult, x.shape[2]))
+    heard, index, counts = [], [], []
+    for i, (p, attn) in enumerate(zip(params["layers"], cfg.layer_types, strict=True)):
+        streams, of_index, of_experts = run(p, streams, tokens, attn)
+        if cfg.dspark is not None and i in cfg.dspark.target_layer_ids:
+            heard.append(streams.astype(jnp.float32).mean(2).astype(precision.dtype))
+        index += [] if of_index is None else [of_index]
+        counts += [] if "tid2eid" in p["ffn"] else [of_experts]
+    return streams, heard, index, counts
+
+
+def draft_losses(
+    cfg: dsv4.DSV4Config,
+    params: Params,
+    tokens: jax.Array,
+    blocks: int,
+    precision: Precision = Precision(),
+    *,
+    decay: float = 0.8,
+    remat: bool = False,
+) -> DraftLosses:
+    """The losses of DSpark's stages of `params`, rounded already, on tokens [B, T]; T a multiple of the window.
+
+    The backbone is run as it is, without a gradient. Row k of a block behind n tokens learns the distribution that the
+    backbone has at position n + k, and knows the text's token there as it would a draft that was right. It weighs
+    `decay` ** k as much as the first, for it counts only if those before it are kept. The confidence learns what the
+    standard rule would keep, the sum of the lesser of both distributions, and nothing else learns from it.
+
+    Args:
+        blocks: of each sequence, spread over it.
+    """
+    spark, count = cfg.dspark, tokens.shape[1]
+    assert spark is not None
+    rows = spark.block_size
+    starts = 1 + np.arange(blocks) * (count - rows - 1) // max(blocks - 1, 1)  # tokens before each
+    places = (starts[:, None] + np.arange(rows)).reshape(-1)
+    run = _kept_products(cfg, LEARNED, precision, remat)
+    frozen = {name: lax.stop_gradient(x) for name, x in params.items() if name != MTP}
+    streams, heard, _, _ = _backbone(cfg, frozen, tokens, run, precision)
+    target = lax.stop_gradient(jax.nn.softmax(_head(frozen, streams[:, places], frozen, cfg, precision), -1))
+    h, logits, counts = _blocks(
+        cfg, params | frozen, lax.stop_gradient(jnp.concatenate(heard, -1)), tokens, starts, precision, remat
+    )
+    last = params[MTP][-1]
+    pair = _looked_up(last["markov"]["w1"].astype(precision.dtype), tokens[:, places])
+    logits = logits + _exact_linear(pair, last["markov"]["w2"])
+    likely = jax.nn.log_softmax(logits, -1)
+
+    def of_rows(each: jax.Array) -> jax.Array:
+        """Means over blocks, [rows]."""
+        return each.reshape(-1, rows).mean(0)
+
+    weights = np.float32(decay) ** np.arange(rows, dtype=np.float32)
+    of_drafts = of_rows(-(target * likely).sum(-1))
+    known = lax.stop_gradient(jnp.concatenate([h, pair.astype(jnp.float32)], -1))
+    sure = jnp.einsum("bti,i->bt", known, last["confidence"][0].astype(jnp.float32))
+    right = lax.stop_gradient(jnp.minimum(target, jnp.exp(likely)).sum(-1))
+    confidence = (jax.nn.softplus(sure) - right * sure).mean()
+    same = (logits.argmax(-1) == target.argmax(-1)).reshape(-1, rows)
+    agreed = jnp.cumprod(same.astype(jnp.float32), 1).mean(0)
+    total = (of_drafts * weights).sum() / weights.sum() + confidence
+    return DraftLosses(total, of_drafts.mean(), confidence, agreed, counts)
+
+
+def _blocks(
+    cfg: dsv4.DSV4Config,
+    params: Params,
+    heard: jax.Array,
+    tokens: jax.Array,
+    starts: np.ndarray,
+    precision: Precision,
+    remat: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Blocks behind the first `starts` tokens of each sequence, of what the stages hear of all of them [B, T, .].
+
+    Returns (what the confidence is given [B, blocks * rows, hidden] float32, logits without what pairs of tokens add,
+    tokens of each stage's experts).
+    """
+    spark = cfg.dspark
+    assert spark is not None
+    stages, rows, window = params[MTP], spark.block_size, cfg.sliding_window
+    of_main = _norm(_linear(precision.of_product(heard), stages[0]["main_proj"]), stages[0]["main_norm"], cfg)
+    of_main = precision.of_product(of_main.astype(precision.dtype))
+    at = jnp.asarray(starts[:, None] + np.arange(rows)).reshape(-1)
+    ids = jnp.full((tokens.shape[0], starts.size, rows), np.int32(spark.noise_token_id))
+    ids = ids.at[:, :, 0].set(tokens[:, starts]).reshape(tokens.shape[0], -1)
+    before = starts[:, None] + np.arange(-window, 0)  # positions of the window
+    freq = rope_frequencies(cfg, AttentionType.SWA)
+    seen = np.concatenate([before >= 0, np.ones((starts.size, rows), bool)], 1)[None, :, None, None]
+
+    def attention(p: Params, x: jax.Array) -> jax.Array:
+        q, own, _ = _queries_and_rows(p, x, at, freq, cfg, precision)
+        of_window = _window_rows(p, of_main, jnp.arange(of_main.shape[1]), freq, cfg, precision)
+        of_window = of_window[:, np.maximum(before, 0)]  # [B, blocks, window, dim]
+        keys = jnp.concatenate([of_window, own.reshape(*of_window.shape[:2], rows, -1)], 2)
+        scores = _exact("bnqhd,bnkd->bnqhk", q.reshape(*keys.shape[:2], rows, *q.shape[2:]), keys)
+        scores = jnp.where(seen, scores * np.float32(cfg.head_dim**-0.5), _HIDDEN)
+        top = lax.stop_gradient(jnp.maximum(scores.max(-1), p["attn_sink"]))
+        weight = jnp.exp(scores - top[..., None])
+        total = weight.sum(-1) + jnp.exp(p["attn_sink"] - top)
+        out = jnp.einsum("bnqhk,bnkd->bnqhd", weight.astype(q.dtype), keys, preferred_element_type=q.dtype)
+        out = out.astype(jnp.float32) / total[..., None]
+        return _of_heads(p, out.reshape(q.shape), at, freq, cfg, precision)
+
+    def stage(streams: jax.Array, p: Params) -> tuple[jax.Array, jax.Array]:
+        x, back = _read(p["hc_attn"], streams, cfg, precision)
+        y = attention(p["attn"], _norm(x, p["attn_norm"], cfg).astype(precision.dtype))
+        return _of_ffn(p, _write(streams, y, *back), ids, cfg, precision)
+
+    x = _looked_up(params["embed"].astype(precision.dtype), ids)
+    streams = jnp.broadcast_to(x[:, :, None], (*x.shape[:2], cfg.hc_mult, x.shape[2]))
+    alike = [{name: stage[name] for name in stages[1]} for stage in stages]  # the second has what all have
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *alike)
+    streams, counts = lax.scan(jax.checkpoint(stage, policy=None if remat else _KEPT), streams, stacked)
+    h = _collapsed(stages[-1], streams, cfg)
+    return h, _logits(stages[-1], h, params, cfg, precision), counts
 
 
 def _layer(
@@ -428,16 +609,31 @@ def _layer(
     x, back = _read(p["hc_attn"], streams, cfg, precision)
     x = _norm(x, p["attn_norm"], cfg).astype(precision.dtype)
     y, of_index = _attention(p["attn"], x, attn, cfg, phase, precision)
-    streams = _write(streams, y, *back)
+    streams, of_experts = _of_ffn(p, _write(streams, y, *back), tokens, cfg, precision)
+    return streams, of_index, of_experts
+
+
+def _of_ffn(
+    p: Params, streams: jax.Array, tokens: jax.Array, cfg: dsv4.DSV4Config, precision: Precision
+) -> tuple[jax.Array, jax.Array]:
+    """The second half of a layer: the streams after its experts, and the tokens of each of these."""
     x, back = _read(p["hc_ffn"], streams, cfg, precision)
     y, of_experts = _experts(p["ffn"], _norm(x, p["ffn_norm"], cfg).astype(precision.dtype), tokens, cfg, precision)
-    return _write(streams, y, *back), of_index, of_experts
+    return _write(streams, y, *back), of_experts
 
 
 def _head(p: Params, streams: jax.Array, of_all: Params, cfg: dsv4.DSV4Config, precision: Precision) -> jax.Array:
     """Logits; `p` has the weights of the streams and the norm."""
+    return _logits(p, _collapsed(p, streams, cfg), of_all, cfg, precision)
+
+
+def _collapsed(p: Params, streams: jax.Array, cfg: dsv4.DSV4Config) -> jax.Array:
+    """The streams in one, float32."""
     (mix,) = _mix(p["hc_head"], streams, cfg, (cfg.hc_mult,))
-    x = _weighted(jax.nn.sigmoid(mix) + np.float32(cfg.hc_eps), streams)
+    return _weighted(jax.nn.sigmoid(mix) + np.float32(cfg.hc_eps), streams)
+
+
+def _logits(p: Params, x: jax.Array, of_all: Params, cfg: dsv4.DSV4Config, precision: Precision) -> jax.Array:
     return _exact_linear(_norm(x, p["norm"], cfg).astype(precision.dtype), of_all["head"])
 
 
@@ -560,12 +756,7 @@ def _attention(
     """[B, T, hidden] -> the same, and the indexer's loss."""
     (batch, count, _), heads, dim, window = x.shape, cfg.num_attention_heads, cfg.head_dim, cfg.sliding_window
     dtype, freq, position = precision.dtype, rope_frequencies(cfg, attn), jnp.arange(count)
-    given = precision.of_product(x)
-    latent = precision.of_product(_norm(_linear(given, p["wq_a"]), p["q_norm"], cfg))
-    q = _norm(_linear(latent, p["wq_b"]).reshape(batch, count, heads, dim), None, cfg)
-    q = _rotate(q, position, freq).astype(dtype)
-    rows = _rotate(_norm(_linear(given, p["wkv"]), p["kv_norm"], cfg), position, freq)
-    rows = precision.row(rows, cfg.rope_dim)
+    q, rows, latent = _queries_and_rows(p, x, position, freq, cfg, precision)
 
     # The window, in blocks of its length: a block's tokens see its rows and those of the block before.
     blocks = count // window
@@ -605,12 +796,38 @@ def _attention(
         total = total + read.sum(-1)
         of_far = jnp.einsum("bths,bsd->bthd", read.astype(dtype), entries, preferred_element_type=dtype)
         out = out + of_far.astype(jnp.float32)
-    out = _rotate(out / total[..., None], -position, freq).astype(dtype)
+    return _of_heads(p, out / total[..., None], position, freq, cfg, precision), loss
+
+
+def _queries_and_rows(
+    p: Params, x: jax.Array, position: jax.Array, freq: np.ndarray, cfg: dsv4.DSV4Config, precision: Precision
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries [B, T, heads, dim], window rows [B, T, dim] and the query latent of x [B, T, hidden]."""
+    given = precision.of_product(x)
+    latent = precision.of_product(_norm(_linear(given, p["wq_a"]), p["q_norm"], cfg))
+    q = _linear(latent, p["wq_b"]).reshape(*x.shape[:2], cfg.num_attention_heads, cfg.head_dim)
+    q = _rotate(_norm(q, None, cfg), position, freq).astype(precision.dtype)
+    return q, _window_rows(p, given, position, freq, cfg, precision), latent
+
+
+def _window_rows(
+    p: Params, given: jax.Array, position: jax.Array, freq: np.ndarray, cfg: dsv4.DSV4Config, precision: Precision
+) -> jax.Array:
+    rows = _rotate(_norm(_linear(given, p["wkv"]), p["kv_norm"], cfg), position, freq)
+    return precision.row(rows, cfg.rope_dim)
+
+
+def _of_heads(
+    p: Params, out: jax.Array, position: jax.Array, freq: np.ndarray, cfg: dsv4.DSV4Config, precision: Precision
+) -> jax.Array:
+    """The layer's output [B, T, hidden] of what its heads give, [B, T, heads, dim] float32."""
+    dtype = precision.dtype
+    out = _rotate(out, -position, freq).astype(dtype)
     # The groups as one matrix, zero but for its blocks: by itself each would take a copy of its columns.
     groups = jnp.eye(cfg.o_groups, dtype=dtype)[:, None, :, None]
     first = p["wo_a"].reshape(cfg.o_groups, cfg.o_lora_rank, 1, -1).astype(dtype) * groups
-    latent = _linear(out.reshape(batch, count, -1), first.reshape(cfg.o_groups * cfg.o_lora_rank, -1))
-    return _linear(precision.of_product(latent), p["wo_b"]), loss
+    latent = _linear(out.reshape(*out.shape[:2], -1), first.reshape(cfg.o_groups * cfg.o_lora_rank, -1))
+    return _linear(precision.of_product(latent), p["wo_b"])
 
 
 def _compress(p: Params, x: jax.Array, freq: np.ndarray, cfg: dsv4.DSV4Config) -> jax.Array:

@@ -5,10 +5,13 @@
     python examples/train_small.py train --data text --run run --steps 5000 --resume
     python examples/train_small.py export --data text --run run --to checkpoints/small
     python examples/train_small.py plot --run run --run plain --to loss.svg
+    python examples/train_small.py train --drafts --start checkpoints/small --data text --run drafts --steps 2000
+    python examples/train_small.py export --drafts --start checkpoints/small --run drafts --to small-dspark
     python examples/train_small.py train --toy --run toy --steps 30      a CPU is enough: three layers, bytes as tokens
 
 It needs the extra `train` (optax, orbax, tokenizers; the toy no tokenizers). What the model computes, and is rounded to
 in training, is in small_model.py. `--model plain` trains a plain transformer of the same size on the same batches.
+`--drafts` trains the three stages of DSpark for a checkpoint whose weights stay as they are (an MTP layer is left out).
 
 One run: Muon for matrices and Adam for the rest (both as optax has them), a learning rate that rises for 2 % of the
 steps, stays until 30 % and falls to nothing; CSA layers read all entries for the first 15 %, FP4 sets in at 50 %. All
@@ -35,13 +38,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))  # for its neighbours, also where it is not the program
 import small_model
 import small_text
-from small_model import Losses, Phase, PlainConfig, Stacks
+from small_model import DraftLosses, Losses, Phase, PlainConfig, Stacks
 
 import dsv4_jax as dsv4
+from dsv4_jax.model.weights.names import MTP
 
 __all__ = ["Batches", "Recipe", "State", "Trainer", "export", "flops_per_token", "main", "picture", "replaced", "train"]
 
@@ -53,6 +58,7 @@ class Recipe:
     Attributes:
         steps: of the whole run.
         batch, length: sequences of a step, and tokens of each, a multiple of the window.
+        blocks: of drafts of a sequence.
         rate: the highest learning rate of matrices, an update's root mean square being a fifth of it.
         other_rate: that of all else (Adam), as a share of `rate`.
         warm_up, decay, sparse, fp4: the shares of the run after which the rate is at its highest, after which it falls,
@@ -64,6 +70,7 @@ class Recipe:
     steps: int
     batch: int = 16
     length: int = 4096
+    blocks: int = 512
     rate: float = 6e-3
     other_rate: float = 0.3
     weight_decay: float = 0.1
@@ -89,7 +96,7 @@ class State(NamedTuple):
 
     Attributes:
         stacks: the parameters, float32 (`small_model.stack`).
-        biases: [layers with one, experts] float32, of the routers; the MTP layer's is the last.
+        biases: [layers with one, experts] float32, of the routers of what is trained; the MTP layer's is the last.
         moments: the optimiser's.
     """
 
@@ -129,46 +136,88 @@ class Trainer:
     def __init__(self, cfg: dsv4.DSV4Config | PlainConfig, recipe: Recipe):
         self.cfg, self.recipe = cfg, recipe
         plain = isinstance(cfg, PlainConfig)
-        # Where the stacks' arrays go; hash tables, which are not trained, are in it.
+        # Where the stacks' arrays go; what is not trained is in it: hash tables, or the backbone of stages that draft.
         self.tree = small_model.plain_draw(cfg, recipe.seed) if plain else small_model.draw(cfg, recipe.seed)
         self.optimiser = _optimiser(recipe, small_model.stack(cfg, self.tree))
         # Not donated: an evaluation is a step whose state is thrown away, so that nothing else has to be compiled.
-        self.step = jax.jit(self._step)
+        self._compiled = jax.jit(self._step)
 
     def begin(self, start: pathlib.Path | None = None) -> State:
-        """Begins with random weights, or with those of a checkpoint, and fresh moments."""
-        tree = self.tree
-        if start is not None:
-            assert isinstance(self.cfg, dsv4.DSV4Config)
-            _, tree = dsv4.model.load_hf(start, weights=jnp.float32, drafts=True)
-            self.tree = tree
-        stacks = small_model.stack(self.cfg, tree)
-        return State(stacks, _biases(tree), self.optimiser.init(stacks))
+        """Begins with random weights, or with those of a checkpoint, and fresh moments.
 
-    def params(self, stacks: Stacks, biases: jax.Array) -> dsv4.model.Params:
-        """The tree of the model's parameters."""
-        return _with_biases(small_model.unstack(self.cfg, stacks, self.tree), biases)
+        Stages that the checkpoint has not are drawn, and what they say is read by its own head.
+        """
+        tree, cfg = self.tree, self.cfg
+        if start is not None:
+            assert isinstance(cfg, dsv4.DSV4Config)
+            own = dsv4.DSV4Config.from_hf(start)
+            if dataclasses.replace(own, dspark=cfg.dspark, num_mtp_layers=cfg.num_mtp_layers) != cfg:
+                raise SystemExit(f"{start} is a model of other sizes")
+            alike = own.dspark == cfg.dspark
+            _, tree = dsv4.model.load_hf(start, weights=jnp.float32, drafts=alike)
+            if not alike:
+                *first, last = self.tree[MTP]
+                tree = tree | {MTP: (*first, last | {name: tree[name] for name in ("norm", "hc_head")})}
+        self.tree = tree
+        stacks = small_model.stack(cfg, tree)
+        return State(stacks, self._biases(tree), self.optimiser.init(stacks))
+
+    def params(self, stacks: Stacks, biases: jax.Array, tree: dsv4.model.Params | None = None) -> dsv4.model.Params:
+        """The tree of the model's parameters. `tree`: what is not trained (default: as it begins)."""
+        whole = small_model.unstack(self.cfg, stacks, self.tree if tree is None else tree)
+        rows = iter(biases)
+
+        def one(p: dsv4.model.Params) -> dsv4.model.Params:
+            return p | {"ffn": p["ffn"] | {"gate_bias": next(rows)}} if "gate_bias" in p.get("ffn", {}) else p
+
+        return whole | {name: tuple(map(one, whole[name])) for name in self._trained_layers if name in whole}
+
+    def step(
+        self, state: State, tokens: jax.Array, starts: ArrayLike, rate: ArrayLike, phase: Phase
+    ) -> tuple[State, Losses | DraftLosses, jax.Array]:
+        """The state after a step, the losses before it, and the norm of the gradient."""
+        return self._compiled(self.tree, state, tokens, starts, rate, phase)
+
+    @property
+    def _trained_layers(self) -> tuple[str, ...]:
+        return (MTP,) if getattr(self.cfg, "dspark", None) is not None else ("layers", MTP)
+
+    def _biases(self, tree: dsv4.model.Params) -> jax.Array:
+        layers = [p for name in self._trained_layers for p in tree.get(name, ())]
+        found = [p["ffn"]["gate_bias"] for p in layers if "gate_bias" in p.get("ffn", {})]
+        return jnp.stack(found) if found else jnp.zeros((1, 1))  # orbax keeps no empty arrays
 
     def _step(
-        self, state: State, tokens: jax.Array, starts: jax.Array, rate: jax.Array, phase: Phase
-    ) -> tuple[State, Losses, jax.Array]:
-        """The state after a step, the losses before it, and the norm of the gradient."""
+        self,
+        tree: dsv4.model.Params,
+        state: State,
+        tokens: jax.Array,
+        starts: jax.Array,
+        rate: jax.Array,
+        phase: Phase,
+    ) -> tuple[State, Losses | DraftLosses, jax.Array]:
         cfg, recipe = self.cfg, self.recipe
         batch = tokens[starts[:, None] + jnp.arange(recipe.length + 2)].astype(jnp.int32)
-        weights = self.params(small_model.rounded(state.stacks, phase.fp4), state.biases)
+        weights = self.params(small_model.rounded(state.stacks, phase.fp4), state.biases, tree)
+        on_gpu = jax.default_backend() == "gpu"
 
-        def loss(trained: dict[str, jax.Array]) -> tuple[jax.Array, Losses]:
+        def loss(trained: dict[str, jax.Array]) -> tuple[jax.Array, Losses | DraftLosses]:
             params = replaced(weights, trained)
             if isinstance(cfg, PlainConfig):
-                on_gpu = jax.default_backend() == "gpu"
                 found = small_model.plain_losses(cfg, params, batch, implementation="cudnn" if on_gpu else None)
+            elif cfg.dspark is not None:
+                precision = small_model.Precision(jnp.bfloat16 if on_gpu else jnp.float32)  # what each is fast at
+                found = small_model.draft_losses(
+                    cfg, params, batch[:, :-2], recipe.blocks, precision, remat=recipe.remat
+                )
             else:
                 found = small_model.losses(cfg, params, batch, phase, remat=recipe.remat)
             return found.total, found
 
         # By the rounded weights, each by itself: the gradient passes the rounding as it is.
-        leaves = jax.tree_util.tree_leaves_with_path(weights)
-        trained = {jax.tree_util.keystr(keys): x for keys, x in leaves if _is_trained(keys, x)}
+        names = small_model.trained(cfg)
+        leaves = ((jax.tree_util.keystr(keys), x) for keys, x in jax.tree_util.tree_leaves_with_path(weights))
+        trained = {name: x for name, x in leaves if name in names}
         gradients, found = jax.grad(loss, has_aux=True)(trained)
         stacked = small_model.stack(cfg, replaced(weights, gradients))
         norm = jnp.sqrt(sum(jnp.vdot(x, x) for x in jax.tree.leaves(stacked)))
@@ -183,10 +232,6 @@ class Trainer:
 def replaced(tree: dsv4.model.Params, values: dict[str, jax.Array]) -> dsv4.model.Params:
     """The tree with those of its leaves that `values` has under their `keystr`."""
     return jax.tree_util.tree_map_with_path(lambda keys, x: values.get(jax.tree_util.keystr(keys), x), tree)
-
-
-def _is_trained(keys: tuple[Any, ...], x: jax.Array) -> bool:
-    return bool(jnp.issubdtype(x.dtype, jnp.floating)) and keys[-1].key != "gate_bias"
 
 
 def _optimiser(recipe: Recipe, stacks: Stacks) -> Any:
@@ -206,20 +251,6 @@ def _optimiser(recipe: Recipe, stacks: Stacks) -> Any:
     )
 
 
-def _biases(tree: dsv4.model.Params) -> jax.Array:
-    found = [p["ffn"]["gate_bias"] for p in (*tree["layers"], *tree.get("mtp", ())) if "gate_bias" in p.get("ffn", {})]
-    return jnp.stack(found) if found else jnp.zeros((1, 1))  # orbax keeps no empty arrays
-
-
-def _with_biases(tree: dsv4.model.Params, biases: jax.Array) -> dsv4.model.Params:
-    rows = iter(biases)
-
-    def one(p: dsv4.model.Params) -> dsv4.model.Params:
-        return p | {"ffn": p["ffn"] | {"gate_bias": next(rows)}} if "gate_bias" in p.get("ffn", {}) else p
-
-    return tree | {name: tuple(map(one, tree[name])) for name in ("layers", "mtp") if name in tree}
-
-
 class _Log:
     """Lines of JSON, in a file and on the screen."""
 
@@ -227,7 +258,10 @@ class _Log:
         self._path = path
 
     def __call__(self, **facts: Any) -> None:
-        line = json.dumps({k: round(v, 5) if isinstance(v, float) else v for k, v in facts.items()})
+        values = {name: np.asarray(value) for name, value in facts.items()}
+        line = json.dumps(
+            {name: (x.astype(float).round(5) if x.dtype.kind == "f" else x).tolist() for name, x in values.items()}
+        )
         with self._path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
         print(line, flush=True)
@@ -270,6 +304,7 @@ def train(
     if resume and (latest := manager.latest_step()) is not None:
         state = _restored(manager, latest, state)
         first = latest
+    state = jax.device_put(state, jax.devices()[0])  # one step is compiled for new states and those that were kept
     on_device = jnp.asarray(np.concatenate([text, held_out]))  # one array, so that a step has one shape
     tokens_of_step, over_at_first = recipe.batch * recipe.length, first / recipe.steps
 
@@ -284,9 +319,10 @@ def train(
     def evaluated(step: int, state: State, count: int) -> None:
         phase, found = recipe.phase_at(over(step)), []
         for starts in Batches(held_out, recipe).in_order(count):
-            found.append(trainer.step(state, on_device, starts + np.int32(text.size), np.float32(0), phase)[1])
-        next_token, after_next, index = (float(np.mean([getattr(x, n) for x in found])) for n in _MEANS)
-        log(step=step, held_out=next_token, held_out_mtp=after_next, held_out_index=index, tokens=step * tokens_of_step)
+            found.append(trainer.step(state, on_device, starts + np.int32(text.size), np.float32(0), phase)[1].facts)
+        means = {name: np.mean([facts[name] for facts in found], 0, np.float64) for name in found[0]}
+        held = {"held_out" if name == "loss" else f"held_out_{name}": mean for name, mean in means.items()}
+        log(step=step, **held, tokens=step * tokens_of_step)
 
     def save(step: int, state: State, last: bool) -> None:
         if step in manager.all_steps():
@@ -311,20 +347,18 @@ def train(
             jax.block_until_ready(found)
             saved = compiled = time.monotonic()
             mark = (first, compiled)
-            log(step=step, loss=float(found.next_token), compiled_s=compiled - begun)
+            log(step=step, loss=found.facts["loss"], compiled_s=compiled - begun)
         step += 1
         if len(waiting) > 2:  # no further ahead of the device than that
             at, rate, found, norm = waiting.pop(0)
-            loss = float(found.next_token)
+            loss = float(found.facts["loss"])
             if at % 10 == 0 and at > first:
                 speed = (at - mark[0]) * tokens_of_step / (time.monotonic() - mark[1])
                 mark, spread = (at, time.monotonic()), _spread(found.counts)
                 log(
                     step=at,
-                    loss=loss,
-                    drafts=float(found.after_next),
-                    index=float(found.index),
-                    norm=float(norm),
+                    **found.facts,
+                    norm=norm,
                     rate=rate,
                     fullest=spread,
                     tokens_per_s=speed,
@@ -347,9 +381,6 @@ def _restored(manager: Any, step: int, like: State) -> State:
     import orbax.checkpoint as ocp
 
     return manager.restore(step, args=ocp.args.StandardRestore(jax.tree.map(_described, like)))
-
-
-_MEANS = ("next_token", "after_next", "index")
 
 
 def _spread(counts: jax.Array) -> float:
@@ -434,6 +465,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--to", type=pathlib.Path, help="export: the checkpoint's folder; plot: the picture")
     parser.add_argument("--model", choices=("v4", "plain"), default="v4")
     parser.add_argument("--toy", action="store_true", help="a tiny model on bytes, for a CPU")
+    parser.add_argument("--drafts", action="store_true", help="DSpark's stages, for the checkpoint --start as it is")
     parser.add_argument("--start", type=pathlib.Path, help="train: begin with the weights of this checkpoint")
     parser.add_argument("--resume", action="store_true", help="train: go on where the run's folder is")
     parser.add_argument("--seconds", type=float, help="train: end after so long")
@@ -454,19 +486,23 @@ def main(argv: list[str] | None = None) -> int:
         plotting.save(picture({name: [json.loads(line) for line in lines] for name, lines in logs.items()}), args.to)
         return 0
     (run,) = args.run
-    chosen: dict[str, Any] = {"steps": 100, "batch": 2, "length": 128} if args.toy else {"steps": 3000}
+    chosen: dict[str, Any] = dict(steps=100, batch=2, length=128, blocks=16) if args.toy else dict(steps=3000)
     given = {field.name: getattr(args, field.name) for field in dataclasses.fields(Recipe)}
     recipe = Recipe(**{**chosen, **{name: value for name, value in given.items() if value is not None}})
     if args.model == "plain":
         cfg: Any = PlainConfig(512, 64, 2, 4, 128) if args.toy else PlainConfig()
     else:
         cfg = small_model.toy_config() if args.toy else small_model.small_config()
+    if args.drafts:
+        if args.model == "plain" or (args.start is None and not args.toy):
+            raise SystemExit("--drafts: the stages of a V4 that is trained already, give --start")
+        cfg = small_model.with_drafts(cfg)
     trainer = Trainer(cfg, recipe)
     if args.command == "export":
         import orbax.checkpoint as ocp
 
         with ocp.CheckpointManager((run / "state").absolute()) as manager:
-            state = _restored(manager, manager.latest_step(), trainer.begin())
+            state = _restored(manager, manager.latest_step(), trainer.begin(args.start if args.drafts else None))
         export(trainer, state.stacks, state.biases, args.to)
         if args.data is not None:
             small_text.save_tokenizer(args.data, args.to)

@@ -22,6 +22,7 @@ from dsv4_jax.model.uncached import mtp_uncached
 
 from . import pictures
 from .examples import load_example
+from .oracle.dspark import Twin
 
 RNG = np.random.default_rng(34)
 
@@ -40,10 +41,16 @@ def model(example: ModuleType) -> ModuleType:
 @pytest.fixture(scope="module")
 def trainer(example: ModuleType):
     """Of a model as small as the released formats allow: every kind of layer (the MTP layer is SWA) and of router."""
-    cfg = dsv4.DSV4Config.tiny(
+    return example.Trainer(
+        tiny(AttentionType.CSA, AttentionType.HCA), example.Recipe(steps=6, batch=2, length=64, fp4=0.4, sparse=0.2)
+    )
+
+
+def tiny(*layers: AttentionType) -> dsv4.DSV4Config:
+    return dsv4.DSV4Config.tiny(
         vocab_size=258,
         hidden_size=128,
-        layer_types=(AttentionType.CSA, AttentionType.HCA),
+        layer_types=layers,
         num_attention_heads=2,
         head_dim=128,
         rope_dim=16,
@@ -55,7 +62,6 @@ def trainer(example: ModuleType):
         sliding_window=16,
         hc_sinkhorn_iters=3,
     )
-    return example.Trainer(cfg, example.Recipe(steps=6, batch=2, length=64, fp4=0.4, sparse=0.2))
 
 
 @pytest.mark.slow
@@ -143,6 +149,66 @@ def test_a_checkpoint_is_what_was_trained_with(example: ModuleType, model: Modul
     expected = trainer.params(model.rounded(state.stacks), biases)
     for ours, theirs in zip(jax.tree.leaves(params), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(ours, theirs.astype(ours.dtype))
+
+
+@pytest.mark.slow
+def test_losses_of_blocks_are_those_of_their_definition(model: ModuleType) -> None:
+    """Behind one token, within the window, at its length and beyond: distributions of the backbone without a cache."""
+    cfg = model.with_drafts(tiny(AttentionType.SWA, AttentionType.HCA))
+    params, tokens = init_params(cfg, 5, drafts=True), RNG.integers(0, 258, 64).astype(np.int32)
+    found = model.draft_losses(cfg, params, jnp.asarray(tokens)[None], 7, model.EXACT)
+    _, (first, second), _, _ = model._backbone(
+        cfg,
+        params,
+        jnp.asarray(tokens)[None],
+        model._kept_products(cfg, model.LEARNED, model.EXACT, False),
+        model.EXACT,
+    )
+    heard = np.concatenate([first[0], second[0]], 1).astype(np.float64)
+    of_backbone = np.asarray(jax.nn.softmax(forward_uncached(cfg, params, jnp.asarray(tokens)), -1), np.float64)
+    twin, fed, losses, sure = Twin(cfg, params, drafts=5), 0, [], []
+    for start in 1 + np.arange(7) * (64 - 6) // 6:
+        twin.commit(heard[fed:start], fed)
+        fed = start
+        said = twin.draft(start, tokens[start], lambda k, _, at=start: int(tokens[min(at + k + 1, 63)]))
+        likely = said.logits - np.log(np.exp(said.logits).sum(1, keepdims=True))
+        target = of_backbone[start : start + 5]
+        losses.append(-(target * likely).sum(1))
+        right, c = np.minimum(target, np.exp(likely)).sum(1), np.asarray(said.confidence)
+        sure.append(-(right * np.log(c) + (1 - right) * np.log(1 - c)))
+    np.testing.assert_allclose(found.drafts, np.mean(losses), rtol=1e-5)
+    np.testing.assert_allclose(found.confidence, np.mean(sure), rtol=1e-5)
+    weights = 0.8 ** np.arange(5)
+    total = (np.mean(losses, 0) * weights).sum() / weights.sum() + np.mean(sure)
+    np.testing.assert_allclose(found.total, total, rtol=1e-5)
+    np.testing.assert_array_equal(found.counts.sum(1), [7 * 5 * cfg.num_experts_per_tok] * 3)
+
+
+def test_stages_that_draft_are_trained_beside_a_backbone_that_stays(
+    example: ModuleType, model: ModuleType, tmp_path
+) -> None:
+    """From a checkpoint with an MTP layer to one with DSpark; a resumed run has the same bits."""
+    plain = example.Trainer(tiny(AttentionType.SWA), example.Recipe(steps=1))
+    begun = plain.begin()
+    example.export(plain, begun.stacks, begun.biases, tmp_path / "start")
+    cfg = model.with_drafts(plain.cfg)
+    trainer = example.Trainer(cfg, example.Recipe(steps=6, batch=2, length=32, blocks=4))
+    text = np.tile(RNG.integers(2, 258, 40), 40).astype(np.uint16)
+    few: dict = {"evaluate": 1, "final": 1, "evaluations": 1, "start": tmp_path / "start"}
+    through = example.train(trainer, text, text[:200], tmp_path / "through", **few)
+    example.train(trainer, text, text[:200], tmp_path / "cut", stop=3, **few)
+    resumed = example.train(trainer, text, text[:200], tmp_path / "cut", resume=True, **few)
+    for ours, theirs in zip(jax.tree.leaves(resumed), jax.tree.leaves(through), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    lines = [json.loads(line) for line in (tmp_path / "through" / "log.jsonl").read_text().splitlines()]
+    assert lines[-1]["held_out"] < lines[0]["loss"] - 0.1 and len(lines[-1]["held_out_agreed"]) == 5
+    example.export(trainer, through.stacks, through.biases, tmp_path / "drafts")
+    found, params = load_hf(tmp_path / "drafts", drafts=True)
+    assert found == cfg and len(params["mtp"]) == 3
+    _, before = load_hf(tmp_path / "start")
+    for name, x in before.items():
+        jax.tree.map(np.testing.assert_array_equal, params[name], x)
+    assert float(jnp.abs(params["mtp"][2]["markov"]["w2"]).max()) > 0  # they begin at zero
 
 
 def test_the_small_model_has_its_size(model: ModuleType) -> None:
