@@ -49,7 +49,8 @@ def attention(
     """
     cfg, attn = handle.layout.cfg, handle.spec.attn
     qat = index_qat_default(handle.layout) if index_qat is None and attn is AttentionType.CSA else bool(index_qat)
-    freq, dtype, of_x, of_q, q = _projected(p, handle, x)
+    freq, dtype, of_x, of_q = _projected(p, handle, x)
+    q = _queries(p, handle, of_q, freq)
 
     def compressor(name: str, rotate: bool = False) -> tuple[Values, Values, Epilogue, jax.Array]:
         """Returns (kv, score, epilogue, position bias) of a compressor."""
@@ -79,7 +80,8 @@ def block_attention(
 
     Nothing is stored: the handle is returned as it was. `index_qat` means nothing here.
     """
-    freq, dtype, of_x, _, q = _projected(p, handle, x)
+    freq, dtype, of_x, of_q = _projected(p, handle, x)
+    q = _queries(p, handle, of_q, freq)
     epilogue = Epilogue(p["kv_norm"], freq, handle.layout.cfg.rms_norm_eps)
     out = handle.attend_block(q, p["attn_sink"], of_x["wkv"], epilogue, inverse_rope=freq, dtype=dtype)
     return output_projection(p, out, handle.layout.cfg), handle
@@ -87,16 +89,18 @@ def block_attention(
 
 def _projected(
     p: Params, handle: LayerCacheHandle, x: jax.Array
-) -> tuple[jax.Array, jnp.dtype, Mapping[str, Values], Mapping[str, Values], jax.Array]:
-    """Returns RoPE frequencies, the dtype of products, products of x and of the query latent, and queries."""
+) -> tuple[jax.Array, jnp.dtype, Mapping[str, Values], Mapping[str, Values]]:
+    """Returns RoPE frequencies, the dtype of products, and products of x and of the query latent."""
     cfg = handle.layout.cfg
     freq = jnp.asarray(rope_frequencies(cfg, handle.spec.attn))
     dtype = jnp.dtype(jnp.bfloat16 if p["wo_a"].dtype == jnp.bfloat16 else jnp.float32)
     of_x = products(p, "of_input", x)
     latent = ops.normalise(of_x["wq_a"], p["q_norm"], eps=cfg.rms_norm_eps, dtype=dtype)
-    of_q = products(p, "of_q_latent", latent)
-    q = handle.queries(of_q["wq_b"].reshape(-1, p["attn_sink"].shape[0], cfg.head_dim), freq)
-    return freq, dtype, of_x, of_q, q
+    return freq, dtype, of_x, products(p, "of_q_latent", latent)
+
+
+def _queries(p: Params, handle: LayerCacheHandle, of_q: Mapping[str, Values], freq: jax.Array) -> jax.Array:
+    return handle.queries(of_q["wq_b"].reshape(-1, p["attn_sink"].shape[0], handle.layout.cfg.head_dim), freq)
 
 
 def selected_entries(
@@ -111,13 +115,8 @@ def selected_entries(
     Returns:
         (logical entries [T, K] int32, how many count [T] int32), as `LayerCacheHandle.top_k`.
     """
-    cfg = handle.layout.cfg
-    dtype = jnp.bfloat16 if p["wo_a"].dtype == jnp.bfloat16 else jnp.float32
     qat = index_qat_default(handle.layout) if index_qat is None else index_qat
-    of_x = products(p, "of_input", x)
-    latent = ops.normalise(of_x["wq_a"], p["q_norm"], eps=cfg.rms_norm_eps, dtype=dtype)
-    of_q = products(p, "of_q_latent", latent)
-    freq = jnp.asarray(rope_frequencies(cfg, handle.spec.attn))
+    freq, _, of_x, of_q = _projected(p, handle, x)
     return _selected(handle, of_q["indexer.wq_b"], of_x["indexer.weights_proj"], freq, qat)
 
 

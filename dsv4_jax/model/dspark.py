@@ -15,10 +15,8 @@ import numpy as np
 
 from .. import ops
 from ..cache import KVCache
-from ..config import DSparkHead, DSV4Config
-from ..errors import ShapeError
+from ..config import DSV4Config
 from ..ops.epilogue import Epilogue
-from ..ops.hyper_connection import widened
 from ..ops.no_gradient import without_gradient
 from ..ops.numerics import rope_frequencies, rounded, tree_sum
 from ..ops.registry import Choice
@@ -33,20 +31,12 @@ from .projections import products
 from .weights.names import MTP
 from .weights.params import Params
 
-__all__ = ["block_logits", "confidence", "dspark_of", "follow", "guesses", "mean_stream"]
-
-
-def dspark_of(cfg: DSV4Config) -> DSparkHead:
-    """Returns the model's head. Raises `ShapeError` if it has none."""
-    if cfg.dspark is None:
-        raise ShapeError("the model has no DSpark stages")
-    return cfg.dspark
+__all__ = ["block_logits", "confidence", "follow", "guesses", "mean_stream"]
 
 
 def mean_stream(residual: Residual) -> jax.Array:
     """The mean of the residual streams [T, hidden] float32, with the last block's output added to them."""
-    streams = residual.streams if residual.written is None else widened(residual.streams, residual.written)
-    return rounded(tree_sum(streams, 1)[:, 0] * np.float32(1 / streams.shape[1]))
+    return rounded(tree_sum(residual.whole, 1)[:, 0] * np.float32(1 / residual.streams.shape[1]))
 
 
 def follow(params: Params, step: CacheStep[KVCache], heard: Sequence[Residual]) -> CacheStep[KVCache]:
@@ -90,7 +80,8 @@ def block_logits(
         these rows, [B * width, ...]).
     """
     cfg, dtype = cache.layout.cfg, activations(params)
-    spark = dspark_of(cfg)
+    spark = cfg.dspark
+    assert spark is not None
     here = _blocks(plan, drafts, spark.block_size)
     ids = jnp.full((plan.num_seqs, spark.block_size), np.int32(spark.noise_token_id)).at[:, 0].set(tokens).reshape(-1)
     step, stages = cache.begin(here, implementation), without_gradient(tuple(params[MTP]))
@@ -131,17 +122,15 @@ def guesses(
     """
     cfg, last = cache.layout.cfg, params[MTP][len(params[MTP]) - 1]
     logits, residual = block_logits(params, cache, plan, tokens, drafts, width, implementation)
-    token, drawn, sure = tokens, list[jax.Array](), list[jax.Array]()
+    token, drawn, pairs = tokens, list[jax.Array](), list[jax.Array]()
     for i in range(width):
-        pair = last["markov"]["w1"][token].astype(jnp.float32)
-        biased = logits[:, i] + linear(pair, last["markov"]["w2"])
-        if least > 0:
-            row = jax.tree.map(lambda x, i=i: x.reshape(-1, width, *x.shape[1:])[:, i], residual)
-            sure.append(confidence(last, row, pair, cfg) >= np.float32(least))
-        token = draw(biased, i, drawn)
+        pairs.append(last["markov"]["w1"][token].astype(jnp.float32))
+        token = draw(logits[:, i] + linear(pairs[-1], last["markov"]["w2"]), i, drawn)
         drawn.append(token)
-    if sure:
-        drafts = jnp.minimum(drafts, jnp.cumprod(jnp.stack(sure, 1).astype(jnp.int32), 1).sum(1, dtype=jnp.int32))
+    if least > 0:
+        said = confidence(last, residual, jnp.stack(pairs, 1).reshape(-1, pairs[0].shape[1]), cfg)
+        sure = said.reshape(-1, width) >= np.float32(least)
+        drafts = jnp.minimum(drafts, jnp.cumprod(sure.astype(jnp.int32), 1).sum(1, dtype=jnp.int32))
     return jnp.stack(drawn, 1), drafts
 
 
@@ -153,8 +142,7 @@ def confidence(p: Params, residual: Residual, pair: jax.Array, cfg: DSV4Config) 
         residual: behind it, of the draft's row.
         pair: [B, rank] float32, the entry of the token before the draft in the first table of pairs.
     """
-    of, streams = p["hc_head"], residual.streams
-    streams = streams if residual.written is None else widened(streams, residual.written)
+    of, streams = p["hc_head"], residual.whole
     mix = matmul("ti,oi->to", rms_norm(streams.reshape(streams.shape[0], -1), None, cfg.rms_norm_eps), of["fn"])
     gates = jax.nn.sigmoid(mix * of["scale"][None] + of["base"][None]) + np.float32(cfg.hc_eps)
     x = jnp.concatenate([matmul("tn,tnd->td", gates, streams), pair], 1)

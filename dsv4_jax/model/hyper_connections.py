@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ..config import DSV4Config
-from ..ops.hyper_connection import Written, connection_vector, hyper_connection, hyper_head
+from ..ops.hyper_connection import Written, connection_vector, hyper_connection, hyper_head, widened
 from ..ops.numerics import MIN_ROWS
 from ..ops.registry import Choice, offered
 from .weights.params import Params
@@ -30,6 +30,11 @@ class Residual(NamedTuple):
 
     streams: jax.Array
     written: Written | None = None
+
+    @property
+    def whole(self) -> jax.Array:
+        """The streams with the last block's output added to them."""
+        return self.streams if self.written is None else widened(self.streams, self.written)
 
 
 def read(

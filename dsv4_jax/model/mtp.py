@@ -15,7 +15,6 @@ import jax.numpy as jnp
 
 from ..cache import KVCache
 from ..errors import ShapeError
-from ..ops.hyper_connection import widened
 from ..ops.no_gradient import without_gradient
 from ..ops.registry import Choice
 from ..plan import PackedPlan, StepPlan
@@ -56,6 +55,8 @@ def mtp_forward(
         ShapeError: `tokens` does not match the plan; or there is no MTP layer, in the parameters or in the cache.
     """
     check_mtp(params, cache)
+    if cache.layout.cfg.dspark is not None:
+        raise ShapeError("the model has no MTP layer: it drafts with DSpark's stages (draft_step)")
     step = cache.begin(plan, implementation)
     residual, step, _ = layers(params, step, tokens, index_qat)
     after, step = follow(params, step, residual, tokens)
@@ -113,5 +114,4 @@ def mtp_layer(step: CacheStep[KVCache]) -> LayerCacheHandle[KVCache]:
 
 def flat(residual: Residual) -> jax.Array:
     """Returns the streams with the last block's output added to them: [T, n * hidden]."""
-    streams = residual.streams if residual.written is None else widened(residual.streams, residual.written)
-    return streams.reshape(streams.shape[0], -1)
+    return residual.whole.reshape(residual.streams.shape[0], -1)

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from ..config import AttentionType, DSV4Config
-from ..ops.hyper_connection import Written, widened
+from ..ops.hyper_connection import Written
 from ..ops.numerics import rope_frequencies
 from .attention import output_projection
 from .forward import check_tokens, embed
@@ -51,8 +51,7 @@ def mtp_uncached(cfg: DSV4Config, params: Params, tokens: jax.Array) -> jax.Arra
     """
     (p,), eps = params["mtp"], cfg.rms_norm_eps
     residual = _backbone(params, tokens, cfg)
-    assert residual.written is not None
-    x = rms_norm(widened(residual.streams, residual.written)[:-1], p["hnorm"], eps)
+    x = rms_norm(residual.whole[:-1], p["hnorm"], eps)
     following = rms_norm(params["embed"][tokens[1:]].astype(jnp.float32), p["enorm"], eps)
     streams = [linear(x[:, i], p["h_proj"]) + linear(following, p["e_proj"]) for i in range(cfg.hc_mult)]
     residual = _layer(p, Residual(jnp.stack(streams, 1)), tokens[1:], AttentionType.SWA, cfg, activations(params))
