@@ -10,7 +10,17 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["INT32_MAX", "INT64_MAX", "as_int", "check_boolean", "check_integer", "check_seconds", "int_array", "shown"]
+__all__ = [
+    "INT32_MAX",
+    "INT64_MAX",
+    "as_int",
+    "check_boolean",
+    "check_integer",
+    "check_seconds",
+    "check_share",
+    "int_array",
+    "shown",
+]
 
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
@@ -47,6 +57,14 @@ def check_seconds(
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0 < value <= high:  # which NaN is not, nor an integer that no float can be
         raise error(f"{name} must be a positive number of seconds, at most {high:.0f}, got {shown(value)}")
+    return float(value)
+
+
+def check_share(name: str, value: Any, *, error: Callable[[str], Exception]) -> float:
+    """Returns `value` as a float. Raises `error` unless it is a number from 0 to 1."""
+    number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    if not number or not 0 <= value <= 1:  # which NaN is not
+        raise error(f"{name} must be a number from 0 to 1, got {shown(value)}")
     return float(value)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from ..cache import KVCache
+from ..checks import check_share
 from ..errors import ShapeError
 from ..ops.registry import Choice
 from ..plan import PackedPlan, StepPlan
@@ -77,7 +78,8 @@ def draft_step(
         chunk that does not end its prompt means nothing.
 
     Raises as `sample_step`, and:
-        ShapeError: as `mtp_forward`; or the cache has no room for so many drafts.
+        ShapeError: the parameters or the cache have no layers that draft; the cache has no room for so many drafts, or
+            a block of DSpark not so many rows; `least_confidence` is not from 0 to 1, or above 0 without DSpark.
     """
     plan, cache = _begun(params, cache, plan, width, least_confidence, implementation)
     check_tokens(tokens, plan.num_tokens)
@@ -261,6 +263,7 @@ def _begun(
         raise ShapeError(f"drafts of {width} tokens in a cache whose draft_tokens is {cache.layout.draft_tokens}")
     if spark is not None and width > spark.block_size:
         raise ShapeError(f"drafts of {width} tokens by a head whose blocks have {spark.block_size} rows")
+    check_share("least_confidence", least_confidence, error=ShapeError)
     if least_confidence and spark is None:
         raise ShapeError("least_confidence is of drafts by DSpark: an MTP layer says nothing of its own")
     begun = cache.begin(plan, implementation)

@@ -337,6 +337,11 @@ def test_drafts_that_are_not_possible(params) -> None:
     bare = CacheLayout(ONE, "f32", "f32", block_tokens=8, draft_tokens=5)
     with pytest.raises(ShapeError, match="the cache has no DSpark stages"):
         model.draft_step(params, init_cache(bare, size), plan, tokens, drafts, 2)
+    with pytest.raises(ShapeError, match="no MTP layer: it drafts with DSpark's stages"):
+        model.mtp_forward(params, cache, plan, tokens)
+    for least in (1.5, -0.1, float("nan"), "high", True):
+        with pytest.raises(ShapeError, match="least_confidence must be a number from 0 to 1, got "):
+            model.draft_step(params, cache, plan, tokens, drafts, 2, least_confidence=least)
     with pytest.raises(PlanError, match="drafts=6: a block of the model's DSpark stages has 5"):
         model.generate(params, cache, manager, [[1]], max_new_tokens=2, drafts=6)
 
