@@ -183,9 +183,9 @@ class Loops:
             found.setdefault(loop, set()).add(event)
         for loop, events in found.items():
             with self._lock:
+                self._called = {each: its for each, its in self._called.items() if not each.is_closed()}
                 called = self._called.get(loop)
                 if called is None:
-                    self._called = {each: its for each, its in self._called.items() if not each.is_closed()}
                     self._called[loop] = _Called(events)
                 else:
                     called.events |= events
