@@ -17,7 +17,7 @@ from .options import add_command, add_json, add_layout, naming, option
 from .printing import one_line, present, say
 from .prompts import add_conversation, open_chat, open_tokenizer
 from .sampling import add_sampling, sampling_of, stops_of
-from .values import given_path, token_count
+from .values import given_path, token_count, unicode_text
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -46,7 +46,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = add_command(commands, "chat", "a conversation with a checkpoint in the terminal", __doc__, _EXAMPLES)
     option(parser, "--checkpoint", given_path, "DIR", "config.json, safetensors, tokenizer.json", required=True)
     group = parser.add_argument_group("the conversation")
-    option(group, "--system", str, "TEXT", "what it is told first")
+    option(group, "--system", unicode_text, "TEXT", "what it is told first")
     thinking = "it reasons before it answers (default: yes)"
     group.add_argument("--thinking", action=argparse.BooleanOptionalAction, default=True, help=thinking)
     add_conversation(group)

@@ -176,15 +176,15 @@ def open_engine(
     import jax
 
     from ..engine import Engine
+    from ..engine.build import MIN_CHUNK
     from ..ops.exchange_buffers import open_exchanges
 
     memory, asked = placed.memory, args.cache_memory
     if asked and asked > (left := memory.total - memory.weights):
         raise OptionError(f"--cache-memory: {human(asked)}, the device has {human(left)} beside its weights")
     most = min(memory.free, _CPU_MEMORY) if jax.default_backend() == "cpu" else memory.free
-    with naming(
-        fields={"max_requests": "--max-requests", "max_context": "--max-context", "hbm_bytes": "--cache-memory"}
-    ):
+    names = {"max_requests": "--max-requests", "max_context": "--max-context", "hbm_bytes": "--cache-memory"}
+    with naming(fields=names | {"CacheSize.num_blocks": "--max-requests", "CacheSize.num_slots": "--max-requests"}):
         size = plan_capacity(
             model.layout,
             hbm_bytes=asked or most,
@@ -192,6 +192,9 @@ def open_engine(
             max_context=args.max_context,
             states="blocks",
         )
+    # Larger steps would only take memory.
+    longest = min(size.max_blocks_per_request, size.num_blocks) * model.layout.block_tokens
+    chunk = args.chunk and min(args.chunk, max(MIN_CHUNK, longest * size.num_slots))
     rows = size.num_slots * (1 + args.draft_tokens)
     if args.chunk and args.chunk < rows:
         raise OptionError(f"--chunk: requests and their drafts are {rows} tokens of a step at least, got {args.chunk}")
@@ -204,8 +207,8 @@ def open_engine(
             size,
             mesh=placed.mesh,
             exchanges=exchanges,
-            chunk_tokens=args.chunk,
-            decode_steps=args.decode_steps,
+            chunk_tokens=chunk,
+            decode_steps=min(args.decode_steps, longest),
             drafts=args.draft_tokens,
             implementation=args.implementation,
             **options,

@@ -14,7 +14,7 @@ import numpy as np
 from ..errors import FileError, PlanError
 from ..output import file_kind
 
-__all__ = ["MAX_TOKENS", "open_regular", "read_tokens"]
+__all__ = ["MAX_TOKENS", "open_regular", "read_tokens", "read_whole"]
 
 MAX_TOKENS = 1 << 24  # of a file: sixteen times the longest context
 
@@ -33,6 +33,18 @@ def open_regular(path: pathlib.Path, option: str, hint: str = "") -> Iterator[Bi
             yield file
     finally:
         os.close(handle)
+
+
+def read_whole(path: pathlib.Path, option: str, most: int) -> bytes:
+    """Reads a file of at most so many bytes. Raises `FileError` that names the option."""
+    with open_regular(path, option) as file:
+        try:
+            data = file.read(most + 1)
+        except OSError as error:
+            raise FileError(f"{option} {path}: {error.strerror}") from error
+    if len(data) > most:
+        raise FileError(f"{option} {path}: at most {most} bytes are read")
+    return data
 
 
 def read_tokens(path: pathlib.Path) -> np.ndarray:

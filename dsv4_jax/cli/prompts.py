@@ -13,9 +13,9 @@ from ..chat import MODELS, Chat, model_of
 from ..errors import CheckpointError, FileError, OptionError
 from ..text import Tokenizer
 from ..untrusted import brief, parse_json
-from .inputs import open_regular, read_tokens
+from .inputs import read_tokens, read_whole
 from .options import naming, option
-from .values import given_path, natural, short
+from .values import given_path, natural, short, unicode_text
 
 __all__ = [
     "Given",
@@ -50,7 +50,7 @@ class Prompt(NamedTuple):
 def add_prompts(parser: argparse.ArgumentParser) -> None:
     """Adds the options that give prompts."""
     group = parser.add_argument_group("prompts, all of them together")
-    option(group, "--prompt", str, "TEXT", "a text; several: several times", action="append", default=[])
+    option(group, "--prompt", unicode_text, "TEXT", "a text; several: several times", action="append", default=[])
     lines = 'a text a line, or (.jsonl) "text", [1, 2, 3], {"prompt": "text"} or {"tokens": [1, 2, 3]}'
     option(group, "--prompt-file", given_path, "FILE", lines)
     ids = "1,2,3 or a .npy of integers; several: several times. Its answer is ids, too"
@@ -112,10 +112,6 @@ def encode(given: list[Given], tokenizer: Tokenizer | None, args: argparse.Names
             prompts.append(Prompt(source, content, None))
             continue
         assert tokenizer is not None
-        try:
-            content.encode()
-        except UnicodeEncodeError:
-            raise OptionError(f"{source}: {short(content)} is no Unicode text") from None
         with naming("--chat" if chat else "--checkpoint"):
             if chat is None:
                 ids = tokenizer.encode(content)
@@ -147,13 +143,7 @@ def _ids_or_file(text: str) -> list[int] | pathlib.Path:
 
 
 def _lines(path: pathlib.Path) -> Iterator[Given]:
-    with open_regular(path, "--prompt-file") as file:
-        try:
-            data = file.read(_MAX_BYTES + 1)
-        except OSError as error:
-            raise FileError(f"--prompt-file {path}: {error.strerror}") from error
-    if len(data) > _MAX_BYTES:
-        raise FileError(f"--prompt-file {path}: at most {_MAX_BYTES} bytes are read")
+    data = read_whole(path, "--prompt-file", _MAX_BYTES)
     read = _json if path.suffix.lower() == ".jsonl" else _text
     for number, line in enumerate(re.split(rb"\r?\n", data.removeprefix(codecs.BOM_UTF8)), 1):
         if line.strip():
@@ -177,7 +167,10 @@ def _json(line: bytes) -> str | list[int]:
     inner = next(iter(value.items())) if isinstance(value, dict) and len(value) == 1 else None
     for name, content in (inner,) if inner else (("prompt", value), ("tokens", value)):
         if name == "prompt" and isinstance(content, str):
-            return content
+            try:
+                return unicode_text(content)
+            except argparse.ArgumentTypeError as error:
+                raise ValueError(str(error)) from None
         if name == "tokens" and isinstance(content, list) and all(type(token) is int for token in content):
             return content
     raise ValueError(f'{brief(value)} is neither "text", a list of ids, {{"prompt": "text"}} nor {{"tokens": [1, 2]}}')

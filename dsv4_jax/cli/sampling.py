@@ -8,7 +8,7 @@ from typing import Any
 from ..text import stop_tokens_of
 from .options import naming, option
 from .prompts import token_ids
-from .values import natural, number, positive
+from .values import natural, number, positive, unicode_text
 
 __all__ = ["add_sampling", "sampling_of", "stops_of"]
 
@@ -31,7 +31,7 @@ def add_sampling(parser: argparse.ArgumentParser, *, limit: int) -> argparse._Ar
     stops = "end before one of these; none (default: the checkpoint's)"
     option(group, "--stop-tokens", _stop_tokens, "IDS", stops)
     stop = "end before this text; several: several times"
-    option(group, "--stop", str, "TEXT", stop, action="append", default=[])
+    option(group, "--stop", unicode_text, "TEXT", stop, action="append", default=[])
     return group
 
 

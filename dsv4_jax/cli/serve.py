@@ -7,6 +7,7 @@ import contextlib
 import ipaddress
 import pathlib
 import signal
+import ssl
 import threading
 import time
 from typing import Any
@@ -14,9 +15,10 @@ from typing import Any
 from ..errors import FileError, ImplementationError, OptionError
 from ..text import stop_tokens_of
 from .engine import Model, add_steps, add_store, host_size, open_engine, open_stores, place, weights_name
+from .inputs import open_regular, read_whole
 from .options import add_command, add_json, add_layout, naming, option
-from .printing import present, say
-from .values import byte_count, given_path, natural, positive, short, token_count
+from .printing import one_line, present, say
+from .values import byte_count, given_path, natural, positive, short, token_count, unicode_text
 
 __all__ = ["add_parser", "run"]
 
@@ -27,21 +29,30 @@ _EXAMPLES = """
   dsv4-jax serve --checkpoint DIR --host-memory 64GiB --store cache/    what was computed is found again, also later
 """
 _POLL = 0.2
+_MAX_KEYS = 1 << 20  # bytes of their file
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = add_command(commands, "serve", "a checkpoint behind HTTP, and a page", __doc__, _EXAMPLES)
     option(parser, "--checkpoint", given_path, "DIR", "config.json, safetensors, tokenizer.json", required=True)
     reached = parser.add_argument_group("where it is reached, and by whom")
-    option(reached, "--host", str, "NAME", "address to listen at", default="127.0.0.1")
-    option(reached, "--port", natural, "P", "0: any that is free (default: 8000)", default=8000)
+    option(reached, "--host", unicode_text, "NAME", "address to listen at", default="127.0.0.1")
+    option(reached, "--port", _port, "P", "0: any that is free (default: 8000)", default=8000)
     names = "the model's; several: several times (default: the folder's)"
-    option(reached, "--model-name", str, "NAME", names, action="append", default=[])
+    option(reached, "--model-name", unicode_text, "NAME", names, action="append", default=[])
     keys = "of API keys, one a line, NAME KEY or KEY: without one of them nothing is answered"
     option(reached, "--api-keys", given_path, "FILE", keys)
     origin = "whose pages may ask, https://example.org or *; several: several times (default: none)"
-    option(reached, "--cors", str, "ORIGIN", origin, action="append", default=[])
-    option(reached, "--name", str, "HOST", "another name of this server, behind a proxy", action="append", default=[])
+    option(reached, "--cors", unicode_text, "ORIGIN", origin, action="append", default=[])
+    option(
+        reached,
+        "--name",
+        unicode_text,
+        "HOST",
+        "another name of this server, behind a proxy",
+        action="append",
+        default=[],
+    )
     tls = "TLS with this certificate and its key"
     reached.add_argument("--tls", nargs=2, type=given_path, metavar=("CERT", "KEY"), help=tls)
     admin = "also pause, resume, sleep, wake_up, reset_prefix_cache, update_weights"
@@ -82,9 +93,8 @@ def run(args: argparse.Namespace) -> int:
     keys = {} if args.api_keys is None else _keys(args.api_keys)
     names = args.model_name or [args.checkpoint.resolve().name]
     certificate, key = args.tls or (None, None)
-    for path in (certificate, key):
-        if path is not None and not path.is_file():
-            raise FileError(f"--tls: {path} is no file")
+    if args.tls:
+        _check_certificate(*args.tls)
     config = Config(
         socket="",
         checkpoint=str(args.checkpoint),
@@ -104,11 +114,11 @@ def run(args: argparse.Namespace) -> int:
         key=None if key is None else str(key),
         drain_s=args.drain,
     )
-    if not config.loopback and not keys:
-        say("dsv4-jax serve: warning: whoever reaches this machine can use it (--api-keys)")
     began = time.monotonic()
     with contextlib.ExitStack() as opened:
         listening = opened.enter_context(listen(args.host, args.port))
+        if not config.loopback and not keys:
+            say("dsv4-jax serve: warning: whoever reaches this machine can use it (--api-keys)")
         server = opened.enter_context(Server(listening, config, frontends=args.frontends))
         scheme = "http" if certificate is None else "https"
         shown = f"[{server.address[0]}]" if ":" in server.address[0] else server.address[0]
@@ -117,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
         engine, facts = _engine(args, model, opened)
         server.attach(engine, **facts)
         ready = time.monotonic()
-        say(f"{address}/ serves {names[0]}: {facts['context']} tokens of context")
+        say(one_line(f"{address}/ serves {names[0]}: {facts['context']} tokens of context"))
         failed = _wait(server, engine)
         say("ending: answers under way may end; once more to end at once")
         with contextlib.suppress(KeyboardInterrupt):
@@ -134,6 +144,12 @@ def run(args: argparse.Namespace) -> int:
     if failed:
         say(f"dsv4-jax serve: error: {failed}")
     return 1 if failed else 0
+
+
+def _port(text: str) -> int:
+    if (port := natural(text)) > 0xFFFF:  # the C library would take it for another
+        raise argparse.ArgumentTypeError(f"{short(text)} is no port, they are 0..65535")
+    return port
 
 
 def _check_extra() -> None:
@@ -189,9 +205,9 @@ def _engine(args: argparse.Namespace, model: Model, opened: contextlib.ExitStack
 def _keys(path: pathlib.Path) -> dict[str, str]:
     """Names and API keys of a file. Raises `FileError`."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise FileError(f"--api-keys {path}: {error}") from error
+        lines = read_whole(path, "--api-keys", _MAX_KEYS).decode().splitlines()
+    except UnicodeDecodeError:
+        raise FileError(f"--api-keys {path}: not UTF-8") from None
     keys: dict[str, str] = {}
     for number, line in enumerate(lines, 1):
         words = line.split()
@@ -208,6 +224,21 @@ def _keys(path: pathlib.Path) -> dict[str, str]:
     if not keys:
         raise FileError(f"--api-keys {path} has no key in it")
     return keys
+
+
+def _check_certificate(certificate: pathlib.Path, key: pathlib.Path) -> None:
+    """Raises `FileError` if processes of HTTP could not use it: nobody is there who would type a password."""
+
+    def password() -> str:
+        raise FileError(f"--tls {key}: is encrypted")
+
+    for path in (certificate, key):
+        with open_regular(path, "--tls"):
+            pass
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password)
+    except OSError as error:
+        raise FileError(f"--tls: {certificate} and {key} are no certificate and its key: {error}") from None
 
 
 def _is_loopback(host: str) -> bool:

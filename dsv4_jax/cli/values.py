@@ -29,6 +29,7 @@ __all__ = [
     "positive",
     "short",
     "token_count",
+    "unicode_text",
 ]
 
 _LIMIT = 2**31  # of whatever is counted: ids and positions are int32
@@ -133,6 +134,15 @@ def number(text: str) -> float:
         return read_number(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{short(text)} is not a number") from None
+
+
+def unicode_text(text: str) -> str:
+    """A text of characters: Python makes something else of bytes that are none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError(f"{short(text)} is no Unicode text") from None
+    return text
 
 
 def given_path(text: str) -> pathlib.Path:

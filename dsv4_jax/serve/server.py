@@ -37,14 +37,17 @@ def listen(host: str, port: int, backlog: int = 2048) -> socket.socket:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        listening = socket.socket(family, kind, proto)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)  # of every connection
-        listening.bind(address)
-        listening.listen(backlog)
-    except OSError as error:
-        raise OptionError(f"--host, --port: nothing can listen at {host}:{port}: {error.strerror or error}") from error
-    return listening
+        with contextlib.ExitStack() as opened:
+            listening = opened.enter_context(socket.socket(family, kind, proto))
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)  # of every connection
+            listening.bind(address)
+            listening.listen(backlog)
+            opened.pop_all()
+            return listening
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise OptionError(f"--host, --port: nothing can listen at {host}:{port}: {why}") from error
 
 
 class Server:

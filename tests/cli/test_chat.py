@@ -103,6 +103,22 @@ def test_json_alone_and_ends(checkpoint, capsys, monkeypatch):
     refused(capsys, [*argv, "--stop", ""], "--stop: an empty text")
 
 
+def test_what_serve_cannot_use_is_refused(checkpoint, capsys, tmp_path):
+    """In one line, before a process of HTTP is started."""
+    pytest.importorskip("uvicorn")
+    argv = ["serve", "--checkpoint", str(checkpoint), "--port", "0"]
+    refused(capsys, [*argv, "--host", ""], "--host, --port: nothing can listen at :0")
+    refused(capsys, [*argv, "--host", ".."], "--host, --port: nothing can listen at ..:0")
+    refused(capsys, [*argv, "--host", "192.0.2.1"], "--host, --port: nothing can listen at 192.0.2.1:0")
+    refused(capsys, [*argv, "--port", "65536"], "argument --port: '65536' is no port")
+    refused(capsys, [*argv, "--api-keys", "/dev/zero"], "--api-keys /dev/zero: is a device")
+    refused(capsys, [*argv, "--api-keys", "/proc/self/mem"], "--api-keys /proc/self/mem: ")
+    refused(capsys, [*argv, "--model-name", "\udcff"], "argument --model-name: '\\udcff' is no Unicode text")
+    (tmp_path / "pem").write_text("none")
+    refused(capsys, [*argv, "--tls", tmp_path / "pem", tmp_path / "pem"], "--tls: ", "are no certificate and its key")
+    refused(capsys, [*argv, "--tls", tmp_path / "pem", "/dev/zero"], "--tls /dev/zero: is a device")
+
+
 @pytest.mark.parametrize("command", ["chat", "serve"])
 def test_what_does_not_fit_is_refused_before_it_is_loaded(command, checkpoint, capsys, monkeypatch):
     """As `generate` refuses it: with what would hold it."""

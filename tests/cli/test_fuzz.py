@@ -89,6 +89,22 @@ class Shadow(ShadowExecutor):
     def drain(self): ...
 
 
+class NoServer:
+    """In the place of processes of HTTP."""
+
+    def __init__(self, listening, config, *, frontends):
+        self.address = listening.getsockname()[:2]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_): ...
+
+    def attach(self, engine, **facts): ...
+
+    def close(self): ...
+
+
 def answer_one(core, executor, answers, printer, progress):
     """In the place of the engine's loop: a token for each prompt."""
     for i, answer in enumerate(answers):
@@ -110,6 +126,8 @@ def no_work(monkeypatch, tmp_path):
     monkeypatch.setattr("dsv4_jax.cli.engine.load", lambda *_, **__: (CHECKPOINT, {}))
     monkeypatch.setattr("dsv4_jax.engine.build.DeviceExecutor", Shadow)
     monkeypatch.setattr("dsv4_jax.cli.generate.answer", answer_one)
+    monkeypatch.setattr("dsv4_jax.serve.server.Server", NoServer)
+    monkeypatch.setattr("dsv4_jax.cli.serve._wait", lambda *_: None)
     monkeypatch.setattr("dsv4_jax.cli.logits.feed", lambda *_: (np.zeros((3, 4), np.float32), 1))
     monkeypatch.setattr("dsv4_jax.cli.demo.run", lambda args: 0)
     monkeypatch.setattr("dsv4_jax.cli.init._write", lambda cfg, folder, *_: folder.mkdir(parents=True, exist_ok=True))
@@ -241,14 +259,14 @@ def test_odd_files(kind, place, tmp_path):
 
 def finished(place: pathlib.Path) -> dict[str, list[str]]:
     """A command line of each that ends well, or nearly."""
-    return {name: [name, *complete(name, place)] for name in commands() if name not in ("demo", "serve")}
+    return {name: [name, *complete(name, place)] for name in commands() if name != "demo"}
 
 
 @pytest.mark.slow
 def test_json_means_the_same_everywhere(place, tmp_path):
     for name, argv in finished(place).items():
         status, table, _ = outcome(argv)
-        assert status == 0 and (table or name == "build"), name
+        assert status == 0 and (table or name in ("build", "chat", "serve")), name
         status, out, _ = outcome([*argv, "--json"])
         report = json.loads(out)
         assert status == 0 and isinstance(report, dict) and out == json.dumps(report, indent=2) + "\n"
@@ -279,7 +297,7 @@ class Broken(io.TextIOBase):
 @pytest.mark.parametrize("more", [[], ["--json"], ["--help"]], ids=str)
 def test_outputs_that_break(more, place, monkeypatch):
     for name, argv in finished(place).items():
-        if name == "build" and not more:
+        if name in ("build", "chat", "serve") and not more:
             continue  # its table is the libraries, and here it builds none
         for number, status in ((errno.EPIPE, 141), (errno.ENOSPC, 2)):
             monkeypatch.setattr(sys, "stdout", Broken(number))

@@ -290,6 +290,7 @@ def test_chat(with_text, script, capsys):
 def test_refusals(checkpoint, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(command, "load", None)  # nothing is loaded before all is known to be right
     (lines := tmp_path / "lines.jsonl").write_text('"ok"\n{"tokens": "x"}\n')
+    (lone := tmp_path / "lone.jsonl").write_text('"\\ud800"')
     (bad := tmp_path / "bad.txt").write_bytes(b"a\n\xff\n")
     (tmp_path / "empty.txt").touch()
     for argv, *parts in (
@@ -299,6 +300,7 @@ def test_refusals(checkpoint, capsys, tmp_path, monkeypatch):
         (["--prompt-file", bad], "--prompt-file", "line 2: not UTF-8"),
         (["--prompt-file", lines], "--prompt-file", "line 2: {'tokens': 'x'} is neither"),
         (["--prompt-file", tmp_path], "is a directory"),
+        (["--prompt-file", lone], "line 1: '\\ud800' is no Unicode text"),
         (["--tokens", "1,x"], "argument --tokens: 'x' is not an integer"),
         (["--tokens", tmp_path / "none.npy"], "--tokens", "none.npy"),
         (["--tokens", "1,300"], "--tokens: token 300 is outside the vocabulary 0..299"),
@@ -421,7 +423,7 @@ def test_checkpoints_without_text(checkpoint, with_text, capsys, tmp_path):
         refused(capsys, generate(tmp_path, "--prompt", "a", "--chat"), "--chat: conversations need the extra serve")
     (tmp_path / "tokenizer.json").unlink()
     (tmp_path / "tokenizer.json").symlink_to(with_text / "tokenizer.json")
-    refused(capsys, generate(tmp_path, "--prompt", "\udcff"), "--prompt: '\\udcff' is no Unicode text")
+    refused(capsys, generate(tmp_path, "--prompt", "\udcff"), "argument --prompt: '\\udcff' is no Unicode text")
     refused(capsys, generate(tmp_path, "--prompt", "a", "--stop", ""), "--stop: an empty text")
     (tmp_path / "tokenizer_config.json").write_text("[]")
     refused(capsys, generate(tmp_path, "--prompt", "a"), "--checkpoint: ", "tokenizer_config.json holds []")
