@@ -419,7 +419,7 @@ class _NoTexts:
     def bytes_of(self, token: int) -> bytes:
         return b""
 
-    def is_mark(self, token: int) -> bool:
+    def is_special(self, token: int) -> bool:
         return True
 
 

@@ -8,14 +8,14 @@ from typing import Any
 
 from starlette.requests import Request
 
-from ..chat import Chat, ChatPrompt, Parser, constraint
+from ..chat import Chat, ChatPrompt, Parser, constraint, model_of
 from ..errors import CacheError
+from ..text import Tokenizer
 from .completions import SILENCE, event, finite, joined, usage
 from .config import Config
 from .generation import Generation, Piece
 from .problems import ApiError, invalid
 from .requests import Body, Wanted
-from .texts import Vocabulary
 
 __all__ = ["ChatForm", "Chats", "Conversation", "begin", "chat_completions", "chats_of"]
 
@@ -50,10 +50,12 @@ class Chats:
         CheckpointError: its tokenizer lacks a mark.
     """
 
-    def __init__(self, config: Config, texts: Vocabulary):
+    def __init__(self, config: Config, texts: Tokenizer):
+        from deepseek_recipe import Tokenizer as RecipeTokenizer
+
         self._config, self._ends = config, frozenset(config.end_tokens)
-        self.chat = Chat.load(config.checkpoint, model=config.encoding)
-        self.bytes_of, self.recipe_tokenizer = texts.bytes_of, texts.tokenizer
+        self.chat = Chat(texts, model=config.encoding or model_of(config.checkpoint))
+        self.bytes_of, self.recipe_tokenizer = texts.bytes_of, RecipeTokenizer.from_str(texts.source)
 
     def conversation(self, body: Body) -> Conversation:
         """What a request's messages, tools and formats are as a prompt. Raises `ApiError`."""

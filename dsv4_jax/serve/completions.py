@@ -23,15 +23,15 @@ class Texts(Protocol):
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of ids, without marks."""
+        """Returns the text of ids, without special marks."""
         ...
 
     def bytes_of(self, token: int) -> bytes:
         """Returns the bytes of a token, of a mark those of its name."""
         ...
 
-    def is_mark(self, token: int) -> bool:
-        """Whether it is a mark, and no text."""
+    def is_special(self, token: int) -> bool:
+        """Whether it is a mark that is no text."""
         ...
 
 
@@ -55,7 +55,7 @@ class Decoded:
         if self.stopped:
             return ""
         texts = self._texts
-        data = b"".join([texts.bytes_of(token) for token in ids if not texts.is_mark(token)])
+        data = b"".join([texts.bytes_of(token) for token in ids if not texts.is_special(token)])
         piece = self._stop.add(self._decoder.decode(data, ends))
         return piece + self._stop.end() if ends and not self.stopped else piece
 

@@ -20,11 +20,11 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from ..text import Tokenizer
 from .app import Frontend
 from .backend import Backend
 from .config import Config
 from .problems import ApiError
-from .texts import Vocabulary
 
 __all__ = ["frontend", "guarded", "main", "serve"]
 
@@ -109,11 +109,11 @@ def _plain(status: int, error: ApiError) -> bytes:
 
 
 def frontend(config: Config) -> Frontend:
-    """What answers. Raises `CheckpointError`: the checkpoint's tokenizer is of another kind."""
+    """What answers. Raises `CheckpointError`: the checkpoint's tokenizer cannot be read."""
     from .chatting import Chats
 
-    path = pathlib.Path(config.checkpoint) / "tokenizer.json"
-    texts = Vocabulary(path) if path.is_file() else None
+    there = (pathlib.Path(config.checkpoint) / "tokenizer.json").is_file()
+    texts = Tokenizer(config.checkpoint) if there else None
     chat = Chats(config, texts) if texts is not None else None
     return Frontend(config, Backend(config.socket), texts, chat)
 

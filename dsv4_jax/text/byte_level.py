@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, Protocol
 
 from ..errors import CheckpointError
@@ -20,6 +21,11 @@ class Codec(Protocol):
         """The tokens that are found in a text before its merges."""
         ...
 
+    @property
+    def special(self) -> Set[int]:
+        """Those of them that are no text."""
+        ...
+
     def token(self, text: str) -> int | None:
         """The id of a token."""
         ...
@@ -30,6 +36,10 @@ class Codec(Protocol):
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of ids, without special tokens."""
+        ...
+
+    def bytes(self, token: int) -> bytes:
+        """The bytes of a token, of an added one those of its name; b"" if there is none."""
         ...
 
     def without_added(self) -> Codec:
@@ -62,7 +72,9 @@ class _HuggingFace:
         self._package, self._tokenizer = package, package.Tokenizer.from_str(source)
         self._tokenizer.no_truncation()  # what training cut or padded
         self._tokenizer.no_padding()
-        self.added = {token: added.content for token, added in self._tokenizer.get_added_tokens_decoder().items()}
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.added = {token: each.content for token, each in added.items()}
+        self.special = {token for token, each in added.items() if each.special}
 
     def token(self, text: str) -> int | None:
         return self._tokenizer.token_to_id(text)
@@ -72,6 +84,10 @@ class _HuggingFace:
 
     def text(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids)
+
+    def bytes(self, token: int) -> bytes:
+        text = self._tokenizer.id_to_token(token) or ""
+        return text.encode() if token in self.added else _bytes(text)
 
     def without_added(self) -> Codec:
         return _HuggingFace(self._package, json.dumps(json.loads(self._tokenizer.to_str()) | {"added_tokens": []}))
@@ -88,11 +104,10 @@ class _Recipe:
         self._native = package.Tokenizer.from_str(json.dumps(self._file))
         vocab, added = self._file["model"]["vocab"], self._file["added_tokens"]
         self.added = {each["id"]: each["content"] for each in added}
+        self.special = {each["id"] for each in added if each["special"]}
         self._tokens = vocab | {text: token for token, text in self.added.items()}
-        codes = {ord(char): byte for byte, char in enumerate(byte_characters())}
-        self._bytes = {token: _bytes(text, codes) for text, token in vocab.items()}
+        self._bytes = {token: _bytes(text) for text, token in vocab.items()}
         self._bytes |= {token: text.encode() for token, text in self.added.items()}
-        self._bytes |= {each["id"]: b"" for each in added if each["special"]}
 
     def token(self, text: str) -> int | None:
         return self._tokens.get(text)
@@ -103,7 +118,10 @@ class _Recipe:
     def text(self, ids: Sequence[int]) -> str:
         if any(not 0 <= token < 1 << 32 for token in ids):
             raise ValueError("an id is no number of 32 bits")
-        return b"".join(self._bytes.get(token, b"") for token in ids).decode(errors="replace")
+        return b"".join(self.bytes(token) for token in ids if token not in self.special).decode(errors="replace")
+
+    def bytes(self, token: int) -> bytes:
+        return self._bytes.get(token, b"")
 
     def without_added(self) -> Codec:
         return _Recipe(self._package, json.dumps(self._file | {"added_tokens": []}))
@@ -117,7 +135,13 @@ def byte_characters() -> list[str]:
     return [chr(byte if byte in own else next(others)) for byte in range(256)]
 
 
-def _bytes(text: str, codes: Mapping[int, int]) -> bytes:
+@functools.cache
+def _codes() -> dict[int, int]:
+    return {ord(char): byte for byte, char in enumerate(byte_characters())}
+
+
+def _bytes(text: str) -> bytes:
+    codes = _codes()
     try:
         return bytes(codes[ord(char)] for char in text)
     except KeyError:  # a token of the merges that stands for itself

@@ -90,6 +90,14 @@ class Tokenizer:
         with failing(RequestError, f"the tokenizer has no text for ids {brief(ids)}"):
             return self._codec.text(ids)
 
+    def bytes_of(self, token: int) -> bytes:
+        """Returns the bytes of a token, of a mark those of its name; b"" of an id that is no token."""
+        return self._codec.bytes(token)
+
+    def is_special(self, token: int) -> bool:
+        """Whether it is one of those that `decode` leaves out."""
+        return token in self._codec.special
+
     @functools.cached_property
     def _without_added(self) -> Codec:
         with failing(CheckpointError, "the tokenizer cannot do without its added tokens"):

@@ -7,6 +7,8 @@ import json
 import pytest
 
 from dsv4_jax.engine.prompt import derived_seed
+from dsv4_jax.serve.config import Config
+from dsv4_jax.text import BYTE_TOKENS, Tokenizer, save_byte_tokenizer
 
 from .serving import Stand
 
@@ -48,6 +50,16 @@ def test_usage_and_cached_tokens(stand):
         assert all("usage" not in chunk for chunk in stand.stream(path, asked))
     for other in ({"cache_salt": "another"}, {"user": "somebody"}):  # others' prefixes are not found
         assert stand.post("/v1/completions", body | other)[1]["usage"]["prompt_cache_hit_tokens"] == 0
+
+
+def test_texts_are_read_as_generate_reads_them(tmp_path):
+    """With the token that a checkpoint puts before each text."""
+    frontend = pytest.importorskip("dsv4_jax.serve.frontend").frontend
+    save_byte_tokenizer(tmp_path)
+    told = {"bos_token": "<\uff5cbegin\u2581of\u2581sentence\uff5c>", "add_bos_token": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(told))
+    texts = frontend(Config(socket="", checkpoint=str(tmp_path), models=["m"])).texts
+    assert texts.encode("a") == Tokenizer(tmp_path).encode("a") == [0, BYTE_TOKENS - 256 + ord("a")]
 
 
 def test_text_ends_where_a_text_ends_it(stand):

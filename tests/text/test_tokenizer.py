@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import pathlib
+import sys
 
 import pytest
 
@@ -55,6 +56,22 @@ def test_a_byte_is_a_token(with_text):
     assert tokenizer.encode(f"{BEGIN}a{END}{USER}{ASSISTANT}") == [0, marks + ord("a"), 1, 2, 3]
     lone = [tokenizer.decode([marks + byte]) for byte in range(256)]
     assert lone == [bytes([byte]).decode(errors="replace") for byte in range(256)]
+
+
+@pytest.mark.parametrize("package", ["tokenizers", "deepseek_recipe"])
+def test_bytes_of_ids(with_text, tmp_path, monkeypatch, package):
+    """Of a mark those of its name. Special ones are no text, others are; ids of nothing are nothing."""
+    pytest.importorskip(package)
+    whole = json.loads((with_text / "tokenizer.json").read_text())
+    whole["added_tokens"] = [token | {"special": token["content"] != "<think>"} for token in whole["added_tokens"]]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(whole))
+    if package != "tokenizers":
+        monkeypatch.setitem(sys.modules, "tokenizers", None)
+    tokenizer, marks = Tokenizer(tmp_path), BYTE_TOKENS - 256
+    assert [tokenizer.bytes_of(marks + byte) for byte in range(256)] == [bytes([byte]) for byte in range(256)]
+    assert [tokenizer.bytes_of(i) for i in (0, 4, 5, BYTE_TOKENS)] == [BEGIN.encode(), b"<think>", b"</think>", b""]
+    assert [tokenizer.is_special(i) for i in (0, 4, 5, marks, BYTE_TOKENS)] == [True, False, True, False, False]
+    assert tokenizer.decode([0, 4, marks + 97, 5]) == "<think>a"
 
 
 def test_marks_are_where_they_are_said_to_be(with_text):
