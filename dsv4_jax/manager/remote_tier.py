@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 from ..checks import shown
 from ..errors import ContextLimitError, HandoffError, PlanError, RequestError
 from ..layout import CacheLayout
+from ..records import snapshot_layouts, state_pages
 from .guard import Guard
 from .handoff import Handoff
 from .metrics import HandoffCounts
@@ -38,8 +39,8 @@ class RemoteRead(NamedTuple):
         scope: "block" or "slot" (a snapshot).
         index: of the block in its prompt, of a snapshot that of the block it stands behind.
         source: its pages there, in order.
-        pages: pages here, as many.
-        sums: 16 bytes that vouch for each.
+        pages: pages here, as many; of a snapshot as many as one has here.
+        sums: 16 bytes that vouch for each of the source's.
     """
 
     scope: str
@@ -150,6 +151,8 @@ class RemoteTier:
     def __init__(self, manager: Receives, *, clock: Callable[[], float] = time.monotonic):
         self._manager, self._clock = manager, clock
         self._holding: dict[Arrival, None] = {}
+        # Pages of a state, by what it is called: of a host that drafts, and that does not, they may be others.
+        self._states = {each.snapshot_fingerprint: state_pages(each, 0) for each in snapshot_layouts(manager.layout)}
 
     def expect(
         self,
@@ -178,9 +181,8 @@ class RemoteTier:
         if len(known) > (limit := min(self._manager.context_limit, self._manager.pool_limit)):
             raise ContextLimitError("expected", len(known), limit)  # it could never be admitted
         hasher = BlockHasher.adopt(self._manager.hash_spec, ids, namespace=namespace, items=items)
-        for name in ("block_fingerprint", "snapshot_fingerprint"):
-            if getattr(part, name) != getattr(layout, name):
-                raise HandoffError(name, "records mean something else there")
+        if part.block_fingerprint != layout.block_fingerprint:
+            raise HandoffError("block_fingerprint", "records mean something else there")
         if not cache.caching or part.total + cache.snapshot_pages > cache.pages.num_total:
             raise HandoffError("total", f"no room on the host for {part.total} blocks and a state")
         if part.total > max(len(known) - 1, 0) // layout.block_tokens:
@@ -324,8 +326,10 @@ class RemoteTier:
             if getattr(part, name) != mine:
                 why = "other weights, another namespace or block size" if name == "root" else f"not {_short(mine)}"
                 raise HandoffError(name, f"{why}: {_short(getattr(part, name))}")
-        if part.state and len(part.state) != arrival.cache.snapshot_pages:
-            raise HandoffError("state", f"{len(part.state)} pages, a snapshot has {arrival.cache.snapshot_pages}")
+        if (pages := self._states.get(part.snapshot_fingerprint)) is None:
+            raise HandoffError("snapshot_fingerprint", "records mean something else there")
+        if part.state and len(part.state) != pages:
+            raise HandoffError("state", f"{len(part.state)} pages, a snapshot has {pages}")
         digest = arrival.digests[part.end - 1].hex() if part.end else arrival.root
         if part.digest != digest:
             raise HandoffError("digest", "not of this prompt")

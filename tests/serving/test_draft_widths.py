@@ -20,7 +20,7 @@ from dsv4_jax.tiers.storage_driver import StorageDriver
 
 from ..model import test_dspark
 from .engine import CFG, runner
-from .handed import HandedMixes
+from .handed import HandedMixes, Prefill
 
 HOST = HostSize.of(dsv4.CacheLayout(CFG, "f32", "f32", block_tokens=8), 12, 6)
 PROMPT = np.random.default_rng(3).integers(0, 32, 29).tolist()  # three blocks and a half
@@ -145,6 +145,41 @@ def test_states_without_rows_of_stages_are_hits_of_who_drafts(tmp_path, written,
     np.testing.assert_array_equal(logits.view(np.uint32), cold.logits[24:].view(np.uint32))
     assert_same_bytes(second.runner.live(second.cache, request), cold.live)
     second.close()
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_what_a_host_hands_over_is_a_hit_of_one_that_drafts_and_the_reverse(drafts):
+    """`drafts`: whether the host that goes on does."""
+    sender, taker = Prefill(stages(not drafts)), Prefill(stages(drafts))
+    tokens = PROMPT + PROMPT[:9]
+    with sender.transport, taker.transport:
+        for each in (sender, taker):
+            each.begin("weights")
+        taker.transport._pages.memories[0][1:] = 0xEE  # of what was there before
+        request = sender.manager.admit_request(PROMPT)
+        assert all(sender.step(request, 8) for _ in range(3))
+        sender.driver.export(request)
+        sender.manager.release_request(request)
+        ((_, data),) = sender.send()
+        arrival = taker.driver.receive(data, taker.transport.connect(sender.metadata), tokens)
+        while not arrival.is_over:
+            taker.send()
+        assert arrival.failure is None and arrival.records == 4
+        # What the longer record has more is zeros here, or was left there.
+        (state,) = [node.snapshot.host for node in taker.manager.cache.tree.nodes.published.values() if node.snapshot]
+        record, pages = snapshot_record(stages(False).layout).bytes, np.asarray(taker.host.pages)[list(state)]
+        assert not pages.ravel()[record:].any() and pages.ravel()[:record].any()
+        request = taker.manager.admit_remote(arrival)
+        assert request.num_hit == 24
+        cold = taker.runner.alone(tokens)
+        for start, count in ((24, 1), (25, 4), (29, 9)):
+            plan = taker.manager.plan_step([(request, count)], shape=taker.runner.shape)
+            taker.transfer()
+            logits, taker.cache = taker.runner.run(taker.cache, taker.manager, plan)
+            np.testing.assert_array_equal(
+                logits[:count].view(np.uint32), cold.logits[start : start + count].view(np.uint32)
+            )
+        assert_same_bytes(taker.runner.live(taker.cache, request), cold.live)
 
 
 def test_without_the_snapshot_there_is_no_hit(tmp_path):

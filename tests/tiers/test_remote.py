@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dsv4_jax as dsv4
+from dsv4_jax.config import DSparkHead, DSV4Config
 from dsv4_jax.errors import (
     LayoutError,
     PeerError,
@@ -23,6 +24,9 @@ from dsv4_jax.errors import (
     StoreFormatError,
     TransferError,
 )
+from dsv4_jax.layout import CacheLayout
+from dsv4_jax.records import page_bytes, snapshot_record, state_pages
+from dsv4_jax.stores.checksum import checksums
 from dsv4_jax.tiers.host_cache import HostCache
 from dsv4_jax.tiers.host_memory import host_memory
 from dsv4_jax.tiers.remote import RecordTransport
@@ -142,6 +146,38 @@ def test_checksums_tell_kinds_apart(made):
     for _ in range(2):
         engine.reads[-1].arrive(), engine.reads[0].arrive(), handle.is_ready()
     assert isinstance(handle.error, RecordMismatchError) and handle.error.destinations == [1, 2, 3]
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_snapshots_of_a_host_that_drafts_and_of_one_that_does_not(drafts):
+    """`drafts`: whether theirs have the windows of stages. Pages are read as far as both have them."""
+    config = DSV4Config.tiny(dspark=DSparkHead(5, 3, (0, 1), 8))
+    theirs, ours = (CacheLayout(config, include_drafts=each) for each in (drafts, not drafts))
+    there, here, short = state_pages(theirs, 0), state_pages(ours, 0), snapshot_record(theirs if not drafts else ours)
+    common, width, pages = min(there, here), page_bytes(ours), pool(2, ours)
+    engine = Engine()
+    with RecordTransport(engine) as transport:
+        transport.publish(ours, pages)
+        prints = theirs.block_fingerprint, theirs.snapshot_fingerprint
+        peer = transport.connect(PoolMetadata("test", "them", PAGES, width, *prints, b"there").pack())
+        record = [pages[i] for i in range(1, 1 + there)]
+        sums = checksums(record, [b"snapshot"] * there, bytes.fromhex(prints[1]), [0] * there)
+        for destination in (range(1, 2 * here + 1), [5] * here):
+            with pytest.raises(TransferError, match=r"source pages|there twice"):
+                transport.read(peer, "snapshot", range(1, 1 + there), destination, None)
+        with pytest.raises(TransferError, match="checksums"):
+            transport.read(peer, "snapshot", range(1, there + 1), range(1, here + 1), sums[1:])
+        into = [*range(20, 20 + here)]
+        handle = transport.read(peer, "snapshot", range(1, there + 1), into, sums)
+        with pytest.raises(TransferError, match="written by another read"):
+            transport.read(peer, "block", [1], [into[-1]], None)
+        (read,) = engine.reads
+        assert read.ids[0].tolist() == [*range(1, common + 1)] and read.ids[1].tolist() == into[:common]
+        pages[into[:common]], read.done = pages[1 : common + 1], True
+        handle.wait()
+        record = pages[into].ravel()
+        assert (record[: short.bytes] == pages[1 : common + 1].ravel()[: short.bytes]).all()
+        assert not record[short.bytes :].any() and there != here
 
 
 def test_a_page_belongs_to_one_read_at_a_time(made):

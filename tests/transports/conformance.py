@@ -19,8 +19,8 @@ from dsv4_jax.errors import (
     TransferError,
 )
 from dsv4_jax.layout import CacheLayout
+from dsv4_jax.records import state_pages
 from dsv4_jax.tiers.remote import Pages
-from dsv4_jax.tiers.remote.metadata import snapshot_pages
 from dsv4_jax.tiers.remote.transport import MAX_NOTICE
 
 from ..clock import PATIENCE, FakeClock
@@ -86,7 +86,7 @@ class TransportConformance:
             np.testing.assert_array_equal(ours, expected)
 
     def test_reads_under_way_together_and_a_snapshot(self, transport, peer, other, ours):
-        pages = snapshot_pages(LAYOUT)
+        pages = state_pages(LAYOUT, 0)
         sets = [("block", [5, 6]), ("snapshot", list(range(10, 10 + pages))), ("block", [1])]
         handles = [transport.read(peer, kind, ids, ids, other.checksums(kind, ids)) for kind, ids in sets]
         for handle, (_, ids) in reversed(list(zip(handles, sets, strict=True))):
@@ -151,7 +151,7 @@ class TransportConformance:
         for kind, problem in (("snapshot", "no whole snapshots"), ("slot", "kind must be")):
             with pytest.raises(TransferError, match=problem):
                 transport.read(
-                    peer, kind, [1] * (snapshot_pages(LAYOUT) + 1), range(1, snapshot_pages(LAYOUT) + 2), None
+                    peer, kind, [1] * (state_pages(LAYOUT, 0) + 1), range(1, state_pages(LAYOUT, 0) + 2), None
                 )
         assert not ours.any()
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
 from ...checks import check_integer, shown
 from ...errors import ShapeError, TransferError
 from ...layout import CacheLayout
-from ...records import block_record, page_bytes
-from .metadata import snapshot_pages
+from ...records import block_record, page_bytes, snapshot_record, state_pages
 
-__all__ = ["CHECKSUM_BYTES", "RecordKind", "check_ids", "check_pages", "check_pairs"]
+__all__ = ["CHECKSUM_BYTES", "Paired", "RecordKind", "check_ids", "check_pages", "check_pairs", "pair_snapshots"]
 
 CHECKSUM_BYTES = 16
 RecordKind = Literal["block", "snapshot"]
@@ -51,10 +50,39 @@ def check_ids(
         check_integer(f"the {side} page at index {i}", value, 1, num_pages, error=TransferError)
         for i, value in enumerate(ids)
     ]
-    if kind == "snapshot" and len(checked) % snapshot_pages(layout):
-        problem = f"{len(checked)} {side} pages are no whole snapshots, which have {snapshot_pages(layout)}"
+    if kind == "snapshot" and len(checked) % state_pages(layout, 0):
+        problem = f"{len(checked)} {side} pages are no whole snapshots, which have {state_pages(layout, 0)}"
         raise TransferError(problem)
     return checked
+
+
+class Paired(NamedTuple):
+    """Pages that are read, in pairs, and what is made zeros once they are there: bytes of a page from one on."""
+
+    source: list[int]
+    destination: list[int]
+    sums: Sequence[bytes] | None
+    blank: list[tuple[int, int]]
+
+
+def pair_snapshots(
+    theirs: CacheLayout, ours: CacheLayout, source: list[int], destination: list[int], sums: Sequence[bytes] | None
+) -> Paired:
+    """The pages of snapshots that are longer on one side: the shorter record begins the longer one, and what that has
+    more is left there, or is zeros here. Raises `TransferError` unless there is one source for each destination."""
+    there, here, width = state_pages(theirs, 0), state_pages(ours, 0), page_bytes(ours)
+    if len(source) // there != len(destination) // here or (sums is not None and len(sums) != len(source)):
+        given = f"{len(source)} source pages ({there} each)", f"{len(destination)} destinations ({here} each)"
+        raise TransferError(f"{given[0]} for {given[1]}, and {0 if sums is None else len(sums)} checksums")
+    common, cut = min(there, here), min(snapshot_record(each).bytes for each in (theirs, ours))
+    first = [i * there + j for i in range(len(source) // there) for j in range(common)]
+    places = [destination[i : i + here] for i in range(0, len(destination), here)]
+    return Paired(
+        [source[i] for i in first],
+        [page for place in places for page in place[:common]],
+        None if sums is None else [sums[i] for i in first],
+        [(page, max(0, cut - i * width)) for place in places for i, page in enumerate(place) if (i + 1) * width > cut],
+    )
 
 
 def check_pairs(

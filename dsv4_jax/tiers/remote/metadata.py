@@ -11,10 +11,10 @@ from typing import Any
 from ...checks import INT32_MAX, check_integer, shown
 from ...errors import LayoutError, TransferError
 from ...layout import CacheLayout
-from ...records import page_bytes, snapshot_record
+from ...records import page_bytes, snapshot_layouts
 from ...untrusted import parse_json
 
-__all__ = ["MAX_METADATA", "PoolMetadata", "snapshot_pages"]
+__all__ = ["MAX_METADATA", "PoolMetadata"]
 
 MAX_METADATA = 256 * 1024  # bytes of JSON
 _FORMAT = "dsv4_jax records 1"
@@ -42,16 +42,23 @@ class PoolMetadata:
     snapshot_fingerprint: str
     reach: bytes
 
-    def check_layout(self, layout: CacheLayout) -> None:
-        """Raises `LayoutError`, which says what differs, unless both kinds of records mean the same in this layout."""
+    def layout_of(self, layout: CacheLayout) -> CacheLayout:
+        """The layout of its records: this one, or one with whose snapshots this one's can do.
+
+        Raises:
+            LayoutError: both kinds of records do not mean the same in it; says what differs.
+        """
+        states = {each.snapshot_fingerprint: each for each in reversed(snapshot_layouts(layout))}
+        there = states.get(self.snapshot_fingerprint, layout)
         pairs = {
             "blocks": (self.block_fingerprint, layout.block_fingerprint),
-            "snapshots": (self.snapshot_fingerprint, layout.snapshot_fingerprint),
+            "snapshots": (self.snapshot_fingerprint, there.snapshot_fingerprint),
             "bytes of a page": (self.page_bytes, page_bytes(layout)),
         }
         if unlike := {what: pair for what, pair in pairs.items() if pair[0] != pair[1]}:
             each = "; ".join(f"{what}: theirs {_short(a)}, ours {_short(b)}" for what, (a, b) in unlike.items())
             raise LayoutError(f"records of {self.host!r} mean something else here ({each})")
+        return there
 
     def pack(self) -> bytes:
         fields = {**dataclasses.asdict(self), "reach": base64.b64encode(self.reach).decode()}
@@ -72,11 +79,6 @@ class PoolMetadata:
         except ValueError as error:
             raise TransferError(f"a peer's metadata: {error}") from None
         return PoolMetadata(**fields)
-
-
-def snapshot_pages(layout: CacheLayout) -> int:
-    """How many pages one snapshot takes."""
-    return -(-snapshot_record(layout).bytes // page_bytes(layout))
 
 
 def _checked(value: Any) -> dict[str, Any]:

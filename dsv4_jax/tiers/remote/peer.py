@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...errors import TransferError
+from ...layout import CacheLayout
 from ...manager.metrics import Family, Samples
 from .metadata import PoolMetadata
 from .read import PageRead
@@ -122,6 +123,7 @@ class Link:
 
     Attributes:
         there: what it has published.
+        records: the layout of its records, as far as ours can do with them.
         link: the engine's; None while there is none.
         tried: whether it is not known yet to be the way back to a peer that was lost.
         reads: under way.
@@ -131,6 +133,7 @@ class Link:
     """
 
     there: PoolMetadata
+    records: CacheLayout
     link: Any = None
     tried: bool = False
     reads: set[PageRead] = dataclasses.field(default_factory=set)

@@ -26,6 +26,7 @@ class PageRead:
     Args:
         peer: name of the other host.
         source, destination: int32 [n], pages there and here.
+        blank: pages here, and from which byte on they are zeros in the end.
         piece: pages of a piece.
         began, until: when it was begun, and has to have ended, by the transport's clock.
         start: begins to copy some of them.
@@ -38,6 +39,7 @@ class PageRead:
         peer: str,
         source: np.ndarray,
         destination: np.ndarray,
+        blank: list[tuple[int, int]],
         *,
         piece: int,
         began: float,
@@ -46,7 +48,8 @@ class PageRead:
         wrong: Callable[[slice], list[int]],
         look: Callable[[PageRead], None],
     ):
-        self.peer, self.source, self.destination = peer, source, destination
+        self.peer, self.source, self.destination, self.blank = peer, source, destination, blank
+        self.written = {*destination.tolist(), *(page for page, _ in blank)}
         self._start, self._wrong, self._look = start, wrong, look
         self._waiting = deque(slice(i, i + piece) for i in range(0, len(source), piece))
         self._flying: deque[tuple[slice, EngineRead]] = deque()

@@ -36,7 +36,7 @@ from ...layout import CacheLayout
 from ...stores.checksum import checksums
 from ..host_memory import host_memories, host_places
 from ..transfer_handle import TransferHandle
-from .checks import RecordKind, check_ids, check_pages, check_pairs
+from .checks import Paired, RecordKind, check_ids, check_pages, check_pairs, pair_snapshots
 from .engine import TransportEngine
 from .metadata import PoolMetadata
 from .pages import Pages
@@ -205,7 +205,7 @@ class RecordTransport:
             there = PoolMetadata.unpack(metadata)
             if there.engine != self._engine.name:
                 raise TransferError(f"{there.host!r} is on engine {there.engine!r}, this is {self._engine.name!r}")
-            there.check_layout(layout)
+            records = there.layout_of(layout)
             if there.num_pages > self._max_peer_pages:
                 raise TransferError(f"{there.host!r} has {there.num_pages} pages, more than {self._max_peer_pages}")
             if (known := next((peer for peer in self._links if peer.name == there.host), None)) is not None:
@@ -214,7 +214,7 @@ class RecordTransport:
                 if known.error is not None:
                     self._connect(known, self._links[known])
                 return known
-            peer, link = Peer(there.host, there.num_pages), Link(there)
+            peer, link = Peer(there.host, there.num_pages), Link(there, records)
             self._connect(peer, link)
             self._links[peer] = link
             return peer
@@ -237,7 +237,8 @@ class RecordTransport:
             TransferError: as `read`.
         """
         with self._open():
-            return self._sums(kind, check_ids(self._published(), kind, "source", pages, self.num_pages))
+            layout = self._published()
+            return self._sums(layout, kind, check_ids(layout, kind, "source", pages, self.num_pages))
 
     def read(
         self,
@@ -259,7 +260,9 @@ class RecordTransport:
             peer: of `connect`.
             kind: what all of them hold. A snapshot's pages stand one after the other, in the order of its bytes.
             source: pages of the peer, which may repeat.
-            destination: as many pages here, each once, that no other read under way writes.
+            destination: as many pages here, each once, that no other read under way writes. (As many records, where
+                snapshots of one of the two have the windows of DSpark's stages: what they have more is not read, or
+                zeros.)
             checksums: of the source's pages, by `checksums` there. None: nothing is verified; then the caller does.
             timeout: seconds; None: the transport's.
 
@@ -275,12 +278,17 @@ class RecordTransport:
         with self._open():
             layout, link = self._published(), self._link(peer)
             seconds = self._timeout if timeout is None else check_seconds("timeout", timeout, error=StoreFormatError)
-            theirs = check_ids(layout, kind, "source", source, peer.num_pages)
+            there = link.records if kind == "snapshot" else layout
+            theirs = check_ids(there, kind, "source", source, peer.num_pages)
             ours = check_ids(layout, kind, "destination", destination, self.num_pages)
-            check_pairs(theirs, ours, checksums, self._written)
-            read = self._make_read(peer, link, kind, theirs, ours, checksums, seconds)
+            paired = Paired(theirs, ours, checksums, [])
+            if there != layout:
+                check_pairs(ours, ours, None, self._written)  # those, too, that are blank in the end
+                paired = pair_snapshots(there, layout, theirs, ours, checksums)
+            check_pairs(*paired[:3], self._written)
+            read = self._make_read(peer, link, kind, paired, seconds)
             link.reads.add(read)
-            self._written.update(ours)
+            self._written.update(read.written)
             read.is_ready()  # which starts it
             return TransferHandle(read, clock=self._clock)
 
@@ -444,8 +452,8 @@ class RecordTransport:
         except Exception as error:  # of whatever kind the engine has
             raise TransferError(f"{self._engine.name}: {problem}: {error}") from error
 
-    def _sums(self, kind: RecordKind, ids: Sequence[int]) -> list[bytes]:
-        layout = self._published()
+    def _sums(self, layout: CacheLayout, kind: RecordKind, ids: Sequence[int]) -> list[bytes]:
+        """Of pages here with records of this layout."""
         fingerprint = layout.block_fingerprint if kind == "block" else layout.snapshot_fingerprint
         records = [self._pages[i] for i in ids]
         return checksums(records, [kind.encode()] * len(records), bytes.fromhex(fingerprint), [0] * len(records))
@@ -455,15 +463,15 @@ class RecordTransport:
         peer: Peer,
         link: Link,
         kind: RecordKind,
-        source: list[int],
-        destination: list[int],
-        sums: Sequence[bytes] | None,
+        paired: Paired,
         seconds: float,
     ) -> PageRead:
+        source, destination, sums, blank = paired
+
         def wrong(piece: slice) -> list[int]:
             if sums is None:
                 return []
-            have = self._sums(kind, destination[piece])
+            have = self._sums(link.records, kind, destination[piece])
             return [i for i, (a, b) in enumerate(zip(have, sums[piece], strict=True)) if a != b]
 
         def start(theirs: np.ndarray, ours: np.ndarray) -> Any:
@@ -476,9 +484,8 @@ class RecordTransport:
         piece = min(max(1, PIECE_BYTES // self._pages.width), PIECE_PAGES)
         pairs = np.array(source, np.int32), np.array(destination, np.int32)
         now = self._clock()
-        return PageRead(
-            peer.name, *pairs, piece=piece, began=now, until=now + seconds, start=start, wrong=wrong, look=look
-        )
+        times = dict(began=now, until=now + seconds)
+        return PageRead(peer.name, *pairs, blank, piece=piece, **times, start=start, wrong=wrong, look=look)
 
     def _advance(self, peer: Peer, read: PageRead) -> None:
         if read.is_over:
@@ -498,10 +505,12 @@ class RecordTransport:
         read.finish(error)
         link = self._links[peer]
         link.reads.discard(read)
-        self._written.difference_update(read.destination.tolist())
+        self._written.difference_update(read.written)
         if error is not None:
             self._counts["failed_reads"] += 1
             return
+        for page, end in read.blank:
+            self._pages[page][end:] = 0
         link.failures = 0
         size, seconds = len(read.source) * self._pages.width, self._clock() - read.began
         self._counts.update(reads=1, bytes=size)
