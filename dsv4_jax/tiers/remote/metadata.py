@@ -48,8 +48,8 @@ class PoolMetadata:
         Raises:
             LayoutError: both kinds of records do not mean the same in it; says what differs.
         """
-        states = {each.snapshot_fingerprint: each for each in reversed(snapshot_layouts(layout))}
-        there = states.get(self.snapshot_fingerprint, layout)
+        others = (each for each in snapshot_layouts(layout)[1:] if each.snapshot_fingerprint == self.snapshot_fingerprint)
+        there = next(others, layout)
         pairs = {
             "blocks": (self.block_fingerprint, layout.block_fingerprint),
             "snapshots": (self.snapshot_fingerprint, there.snapshot_fingerprint),

@@ -282,7 +282,7 @@ class RecordTransport:
             theirs = check_ids(there, kind, "source", source, peer.num_pages)
             ours = check_ids(layout, kind, "destination", destination, self.num_pages)
             paired = Paired(theirs, ours, checksums, [])
-            if there != layout:
+            if there is not layout:
                 check_pairs(ours, ours, None, self._written)  # those, too, that are blank in the end
                 paired = pair_snapshots(there, layout, theirs, ours, checksums)
             check_pairs(*paired[:3], self._written)
