@@ -93,6 +93,15 @@ def _peers(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def _hits(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns loads on which others' rules were tried, too: of each `trace` what every policy finds, by its name."""
+    loads: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        if row["table"] == "simulate":
+            loads.setdefault(row["trace"], {"trace": row["trace"]})[row["policy"]] = row["of_endless"]
+    return [load for load in loads.values() if "SGLang's rules" in load]
+
+
 def _gpus(row: dict[str, Any]) -> str:
     devices, tensor = row.get("devices") or 1, row.get("tensor") or 1
     return f"{devices} ({'experts split' if tensor == 1 else 'heads and experts split'})" if devices > 1 else "1"
@@ -126,8 +135,9 @@ def overview(rows: Sequence[dict[str, Any]]) -> str:
     if prefills := _prefills(rows):
         parts.append("**Prefill, one GPU, one request:**\n")
         parts.append(columns_of(prefills, PREFILLS, MADE))
+    hits = _hits(rows)
     waits = [row for row in rows if row["table"] == "simulate" and row["policy"] == "the default"]
-    if waits:
+    if waits := [row for row in waits if row["trace"] not in [load["trace"] for load in hits]]:
         said = "; ".join(
             f"{row['trace']}: {row['first_token_mean_s']:.2f} s on average, {row['first_token_p99_s']:.2f} s for 99 %, "
             f"{100 * row['hit_rate']:.0f} % of prompts found in the cache"
@@ -139,6 +149,9 @@ def overview(rows: Sequence[dict[str, Any]]) -> str:
                 f"of attention alone ({said})."
             )
         )
+    if hits:
+        parts.append("**Prompts found in the cache**, of what an endless cache finds (the simulator, made-up loads):\n")
+        parts.append(columns_of(hits, HITS, MADE))
     if peers := _peers(rows):
         parts.append("**Kernels beside other projects'** (us in CUDA graphs, the same GPU; below 1 ours is shorter):\n")
         parts.append(columns_of(peers, KERNELS, MADE))
@@ -171,6 +184,10 @@ SOME_LAYERS = (
 )
 PREFILLS = (
     "what = @prefilled | chunk = chunk:, | end of context = context:tokens | ms = step_ms:.1f | tokens/s = @chunk rate"
+)
+HITS = (
+    "load, memory = trace | the default = the default:percent | states in blocks = states in blocks:percent | "
+    "SGLang's rules = SGLang's rules:percent | vLLM's rules = vLLM's rules:percent"
 )
 KERNELS = "kernel = what | requests = batch | ours = kernel_us:.1f | peer = peer_us:.1f | = whose | ratio = ratio:.2f"
 
