@@ -1,9 +1,10 @@
 """The engine on the real model, small, under everything that users and machines do to it: every answer is checked.
 
-    python -m tests.engine.soak --requests 2000 --seed 0        on the CPU: four engines, a quarter of the requests each
+    python -m tests.engine.soak --requests 2000 --seed 0        on the CPU: five engines, a fifth of the requests each
 
 The engines: one device with a host tier, stores and loops of steps; one that drafts with an MTP layer, and one with
-DSpark's stages; two data shards on two devices.
+DSpark's stages; two data shards on two devices; one that goes on with prompts of another host, whose hand-offs are
+lost, torn and given up, scores texts between its requests, and says which experts each token went to.
 Each has a pool for few of its requests. Threads add prompts in bursts (of tenants, priorities, samplings, masks, stops,
 deadlines), read them in several ways, leave, and abort; the engine is paused, put to sleep and given other weights; its
 steps fail, before their transfers, behind them, and when they are read; its stores fail and hang. Of every answer, each
@@ -22,13 +23,16 @@ import dataclasses
 import functools
 import itertools
 import os
+import queue
 import random
 import sys
 import threading
 import time
 from typing import Any
+from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dsv4_jax import AttentionType, CacheLayout, CacheSize, DSV4Config, model
@@ -36,11 +40,15 @@ from dsv4_jax.config import DSparkHead
 from dsv4_jax.engine import Completion, Engine, Limits, Prompt
 from dsv4_jax.engine.build import build
 from dsv4_jax.engine.prompt import derived_seed
-from dsv4_jax.errors import EngineError, QueueFullError, StoreError
+from dsv4_jax.errors import EngineError, HandoffError, PeerError, QueueFullError, RequestError, StoreError
 from dsv4_jax.manager import CachePolicy, HostSize, Namespace, SnapshotPlacement
+from dsv4_jax.model import uncached
+from dsv4_jax.model.moe import moe
 from dsv4_jax.model.sampling import SamplingRows, sample, token_counts
 from dsv4_jax.records import block_record, snapshot_record
 from dsv4_jax.stores import AsyncStore
+from dsv4_jax.tiers.remote import RecordTransport
+from dsv4_jax.transports import open_engine
 
 from ..model.feeding import SMALL_WIDTHS
 
@@ -72,6 +80,7 @@ class Scene:
     cfg: DSV4Config = CFG
     shards: int = 1
     stores: bool = False
+    hosts: bool = False  # prompts come from another one, texts are scored, and experts told
     all_kinds: bool = True  # masks, penalties, plain outputs among others: executables of their own
     faults: float = 0.01  # of calls
     every: int = 12  # answers between pauses, sleeps and other weights
@@ -82,6 +91,7 @@ SCENES = (
     Scene("drafts", steps=2, drafts=2, all_kinds=False),
     Scene("stages", steps=2, drafts=4, cfg=STAGES, stores=True, all_kinds=False),
     Scene("two shards", shards=2, stores=True, all_kinds=False),
+    Scene("two hosts", steps=2, hosts=True, all_kinds=False),
 )
 
 
@@ -166,6 +176,21 @@ def _logits(cfg: DSV4Config, weights: model.Params, tokens: jax.Array) -> jax.Ar
     return model.forward_uncached(cfg, weights, tokens)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _experts(cfg: DSV4Config, weights: model.Params, tokens: jax.Array) -> jax.Array:
+    """[layers, T, k], in rising order, as `forward_uncached` picks them."""
+    picked: list[jax.Array] = []
+
+    def noting(*given: Any) -> Any:
+        out = moe(*given)
+        picked.append(out[1])
+        return out
+
+    with mock.patch.object(uncached, "moe", noting):
+        model.forward_uncached.__wrapped__(cfg, weights, tokens)
+    return jnp.sort(jnp.stack(picked), -1)
+
+
 _sample = jax.jit(functools.partial(sample, logprobs=True, top=5))
 
 
@@ -173,11 +198,42 @@ class Oracle:
     """What the uncached model says of answers. Counts of what it was asked: `tokens`, `near`; `worst` difference."""
 
     def __init__(self) -> None:
-        self.tokens = self.near = self.logprobs = 0
+        self.tokens = self.near = self.logprobs = self.scored = self.experts = 0
         self.worst = 0.0
+
+    def check_experts(self, prompt: Prompt, one: Completion) -> None:
+        """Raises `AssertionError` unless the experts of a request that was computed once are the uncached model's."""
+        told = np.sort(np.concatenate([np.zeros((CFG.num_layers, 0, CFG.num_experts_per_tok), int), *one.experts], 1))
+        assert ((told >= 0) & (told < CFG.n_routed_experts)).all()
+        whole = [*np.asarray(prompt.tokens).tolist(), *one.tokens]
+        if one.finish != "length" or len(one.weights) != 1 or told.shape[1] != len(whole) - 1 - one.cached:
+            return  # it began anew, or ended before its experts were told
+        text = np.zeros(LIMIT, np.int32)
+        text[: len(whole) - 1] = whole[:-1]
+        true = np.asarray(_experts(CFG, params(one.weights_id), text))[:, one.cached : len(whole) - 1]
+        self.near += int((told != true).any((0, 2)).sum())  # a score beside another
+        self.experts += told.shape[1]
+
+    def check_score(self, prompt: Prompt, one: Completion) -> None:
+        """Raises `AssertionError` unless a text's log-probabilities are those of the weights that it names."""
+        asked = np.asarray(prompt.tokens).tolist()
+        if one.finish != "length":
+            assert not one.tokens and not one.logprobs
+            return
+        text = np.zeros(LIMIT, np.int32)
+        text[: len(asked)] = asked
+        everything = np.asarray(jax.nn.log_softmax(_logits(CFG, params(one.weights_id), text)))
+        assert one.tokens == asked[1:] and len(one.logprobs) == len(one.tokens)
+        for i, (token, value) in enumerate(zip(one.tokens, one.logprobs, strict=True)):
+            self._same(value, everything[i, token], one)
+        self.scored += len(one.tokens)
 
     def check(self, prompt: Prompt, one: Completion) -> None:
         """Raises `AssertionError` unless each token and log-probability is that of the weights that it names."""
+        if prompt.score:
+            return self.check_score(prompt, one)
+        if prompt.routed_experts:
+            self.check_experts(prompt, one)
         asked, out = np.asarray(prompt.tokens).tolist(), one.tokens
         first, seen = len(asked) - 1, 0
         assert len(one.logprobs) == (len(out) if prompt.logprobs is not None else 0), one
@@ -287,11 +343,20 @@ class Users:
         mesh = model.Split(scene.shards, 1).mesh() if scene.shards > 1 else None
         each = [params(i, scene.cfg) for i in range(2)]
         self.placed = each if mesh is None else [model.shard_params(scene.cfg, one, mesh) for one in each]
+        self.sender = self.peer = transport = None
+        if scene.hosts:
+            transport, there = (RecordTransport(open_engine("loopback"), timeout=PATIENCE) for _ in range(2))
+            sizes = CacheSize(14, 3, 8, num_snapshots=3), HostSize.of(layout, 24, 6)
+            options: Any = dict(transport=there, weights_id=0, chunk_tokens=16, limits=Limits(patience=0.5, lease=2.0))
+            self.sender = Engine.of(self.placed[0], layout, sizes[0], host=sizes[1], **options)
+            self.sender.warm_up()
+        self.parts: queue.SimpleQueue[Any] = queue.SimpleQueue()
         core, executor = build(
             self.placed[0],
             layout,
             CacheSize(11, 4, 8, num_snapshots=3),
-            host=HostSize.of(layout, 9, 4),
+            host=HostSize.of(layout, 18 if scene.hosts else 9, 4),
+            transport=transport,
             stores=tuple(self.stores) or None,
             policy=CachePolicy(snapshots=SnapshotPlacement(every=1)),
             weights_id=0,
@@ -299,9 +364,11 @@ class Users:
             chunk_tokens=24,
             decode_steps=scene.steps,
             drafts=scene.drafts,
-            limits=Limits(queued=48, aging=0.2, patience=0.5),
+            limits=Limits(queued=48, aging=0.2, patience=0.5 if not scene.hosts else 2.0),
             top=5,
         )
+        if transport is not None:
+            self.peer = transport.connect(there.published)
         self.executor = Faulty(executor, random.Random(rng.random()), 0.0)
         self.engine, self.core = Engine(core, self.executor), core  # type: ignore[arg-type]
         self.compile()
@@ -314,7 +381,9 @@ class Users:
 
     def compile(self) -> None:
         """All executables, before deadlines count and what is done to the engine hits them."""
-        asked = [dict(logprobs=1)]
+        asked: list[dict[str, Any]] = [dict(logprobs=1, routed_experts=self.scene.hosts)]
+        if self.scene.hosts:
+            self.engine.score([[1, 2, 3]])
         if self.scene.all_kinds:  # else nobody asks for less
             self.engine.warm_up()
             warm, strict = dict(sampling=model.Sampling(presence_penalty=1.0)), dict(mask=functools.partial(_mask, 0))
@@ -338,6 +407,12 @@ class Users:
             how |= dict(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=-0.3)
         options: dict[str, Any] = dict(sampling=model.Sampling(**how))
         options |= dict(logprobs=rng.choice([0, 3, None, None, None] if kinds else [1]))
+        if self.scene.hosts and len(text) > 1 and rng.random() < 0.15:
+            reader = rng.choice(["results", "thread", "aborts"])
+            may = {"length", "abort"} if reader == "aborts" else {"length"}
+            return Asked(Prompt(tokens=text, score=True, logprobs=0, priority=rng.randint(-2, 2)), reader, may)
+        if self.scene.hosts:
+            options |= dict(routed_experts=True, peer=self.peer if rng.random() < 0.6 else None)
         if kinds and rng.random() < 0.1:
             options["mask"] = functools.partial(_mask, rng.randrange(3))
         if rng.random() < 0.4:
@@ -412,9 +487,36 @@ class Users:
         while one.handle is None:
             try:
                 one.handle = self.engine.add(one.prompt)
+                if one.prompt.peer is not None:
+                    self.compute_there(one)
             except QueueFullError:
                 self.seen["queue full"] += 1
                 time.sleep(0.005)
+
+    def compute_there(self, one: Asked) -> None:
+        """The other host computes its prompt."""
+        assert self.sender is not None
+        name, given = one.handle.id, dict(tokens=one.prompt.tokens, namespace=one.prompt.namespace)
+        with contextlib.suppress(QueueFullError):  # then this one waits in vain, and goes on alone
+            handle = self.sender.add(Prompt(export=lambda part: self.parts.put((name, part)), **given))
+            if hash(name) % 9 == 0:
+                handle.abort()
+
+    def forward(self) -> None:
+        """Gives on what the other host tells; some of it is lost, torn, or told twice."""
+        rng = random.Random(self.scene.name)
+        try:
+            while (told := self.parts.get()) is not None:
+                name, part = told
+                what = rng.choice(["lost", "torn", "twice", *["given on"] * 17])
+                self.seen[f"parts {what}"] += 1
+                if what == "torn":
+                    part = part[: rng.randrange(len(part))]
+                for _ in range({"lost": 0, "twice": 2}.get(what, 1)):
+                    with contextlib.suppress(HandoffError, PeerError, RequestError):
+                        self.seen["parts of use"] += self.engine.receive(name, part)
+        except BaseException as error:
+            self.wrong.append(error)
 
     def read(self, one: Asked) -> None:
         handle, rng = one.handle, random.Random(id(one))
@@ -462,6 +564,8 @@ class Users:
                     name = next(weights) % 2
                     with contextlib.suppress(EngineError):
                         engine.update_weights(self.placed[name], name)
+                    if self.sender is not None:
+                        self.sender.update_weights(self.placed[name], name)
         except BaseException as error:
             self.wrong.append(error)
 
@@ -470,16 +574,20 @@ class Users:
         self.executor._share, over = self.scene.faults, threading.Event()
         users = [threading.Thread(target=self.user) for _ in range(threads)]
         users.append(threading.Thread(target=self.administer, args=(over,)))
+        users += [threading.Thread(target=self.forward)] if self.sender is not None else []
         for thread in users:
             thread.start()
         for thread in users[:threads]:
             thread.join()
         over.set()
+        self.parts.put(None)
         for thread in users:
             thread.join()
         for one in self.asked:
             if one.handle is not None and not self.wrong:
                 one.handle.results(PATIENCE)
+        if self.sender is not None:
+            self.end_hand_offs(self.sender)
         self.engine.close(drain=True)
         if self.wrong:
             raise self.wrong[0]
@@ -487,6 +595,18 @@ class Users:
             if one.reader == "vanishes":
                 self.judge(one)
         self.check_empty()
+
+    def end_hand_offs(self, sender: Engine) -> None:
+        """Waits until the other host holds nothing any more, and ends it."""
+        manager, until = sender.managers[0], time.monotonic() + PATIENCE
+        self.seen["hand-offs sent"] = manager.handoffs.begun["sent"]
+        self.seen["hand-offs whole"] = self.core.managers[0].handoffs.ended["received", "done"]
+        while len(manager.leases) and time.monotonic() < until:
+            time.sleep(0.05)
+        sender.close(drain=True)
+        manager.check_integrity()
+        assert not len(manager.leases) and not manager.requests and not manager.preempted
+        assert manager.cache.num_available == manager.size.num_blocks, "the other host holds blocks"
 
     def judge(self, one: Asked) -> None:
         """Raises `AssertionError` unless a request was answered once, wholly and rightly."""
@@ -504,7 +624,7 @@ class Users:
             assert sample_of.finish in fine, (one, sample_of)
             if sample_of.finish == "error":
                 assert isinstance(sample_of.error, OSError | ZeroDivisionError), sample_of
-            if sample_of.finish == "length":
+            if sample_of.finish == "length" and not one.prompt.score:
                 assert len(sample_of.tokens) == one.prompt.max_new_tokens
             self.oracle.check(one.prompt, sample_of)
             if one.reader in ("thread", "asyncio"):  # nothing lost, nothing twice, one end
@@ -562,7 +682,8 @@ def main() -> None:
         print(
             f"{scene.name}: {len(users.asked)} requests in {time.perf_counter() - begun:.0f} s; "
             f"{oracle.tokens} tokens, {oracle.near} near ties; "
-            f"{oracle.logprobs} log-probabilities, the worst {oracle.worst:.1e} off; {dict(users.seen)}",
+            f"{oracle.logprobs} log-probabilities, the worst {oracle.worst:.1e} off; "
+            f"{oracle.scored} tokens scored, experts of {oracle.experts}; {dict(users.seen)}",
             flush=True,
         )
 
