@@ -53,10 +53,8 @@ SIZES = {  # drafts, cache and host blocks of each host
     "prefill": (0, dsv4.CacheSize(30, 2, 12, num_snapshots=4), 40),
     "decode": (2, dsv4.CacheSize(22, 3, 12, num_snapshots=3), 30),
 }
-KEY, LOST = (
-    b"dsv4_jax",
-    (EOFError, OSError),
-)  # of processes, for one another; what a call of a host that has died raises
+KEY = b"dsv4_jax"  # of processes, for one another
+LOST = EOFError, OSError  # what a call of a host that has died raises
 
 
 class Host:
@@ -65,19 +63,18 @@ class Host:
     peer: Peer | None = None
 
     def __init__(self, kind: str, engine: str, address: str, fault: str):
-        drafts, self.size, blocks = SIZES[kind]
-        self.layout = dsv4.CacheLayout(
-            CONFIG, "f32", "f32", block_tokens=BLOCK, draft_tokens=drafts, include_drafts=True
-        )
-        limits, self.params = Limits(patience=PATIENCE, lease=LEASE), model.init_params(CONFIG, seed=0, drafts=True)
+        drafts, size, blocks = SIZES[kind]
+        small: Any = dict(block_tokens=BLOCK, draft_tokens=drafts, include_drafts=True)
+        layout, params = dsv4.CacheLayout(CONFIG, "f32", "f32", **small), model.init_params(CONFIG, drafts=True)
+        self.of, limits = (params, layout, size), Limits(patience=PATIENCE, lease=LEASE)
         self.options: Any = dict(chunk_tokens=48, drafts=drafts, weights_id="seed 0", limits=limits)
-        reached = open_engine(engine, address=address) if engine == "jax" and address else open_engine(engine)
+        reached = open_engine(engine, **(dict(address=address) if engine == "jax" and address else {}))
         self.transport = RecordTransport(reached, timeout=PATIENCE)
         if fault == "lost-acknowledgement":
             self.transport.notify = lambda peer, message: None  # type: ignore[method-assign]
-        self.fault, self.log, self.seen, self.handles = fault, EventLog(), 0, dict[int, Handle]()
-        host, here = HostSize.of(self.layout, blocks, 6), dict(events=[self.log], transport=self.transport)
-        self.engine = Engine.of(self.params, self.layout, self.size, host=host, **here, **self.options)
+        self.fault, self.seen, self.handles = fault, 0, dict[int, Handle]()
+        here: Any = dict(host=HostSize.of(layout, blocks, 6), events=[EventLog()], transport=self.transport)
+        self.engine = Engine.of(*self.of, **here, **self.options)
         self.engine.warm_up()
 
     def about(self) -> tuple[int, bytes | None, HashSpec]:
@@ -118,13 +115,13 @@ class Host:
 
     def events(self) -> list[tuple[str, bytes | None]]:
         """What has changed in its cache since it was asked."""
-        new, _ = self.log.since(self.seen)
+        new, _ = self.engine.events(self.seen)
         self.seen += len(new)
         return [(event.kind, event.digest) for event in new]
 
     def alone(self, asked: list[tuple[list[int], int]]) -> list[list[int]]:
         """The answers to requests that find nothing of others."""
-        with Engine.of(self.params, self.layout, self.size, policy=None, **self.options) as engine:
+        with Engine.of(*self.of, policy=None, **self.options) as engine:
             answers = engine.run(Prompt(tokens=tokens, max_new_tokens=count) for tokens, count in asked)
             return [samples[0].tokens for samples in answers]
 
