@@ -36,6 +36,7 @@ FLASH = CacheLayout(DSV4Config.flash())
 REQUIRED = {  # at least (>) or at most (<)
     "hashing, int32 ids": (">", 50.0),
     "the same, admission after hashing": ("<", 5.0),
+    "the same, admission of int32 ids, whole": ("<", 2.5),
     "the same, admission of a list of ints, whole": ("<", 4.0),
     "plan_step, 256 decodes, no caching: best": ("<", 300.0),
     "plan_step, 256 decodes, caching: best": ("<", 300.0),

@@ -121,7 +121,7 @@ class CoarseCore(Core):
         if count and job.request is not None:
             ids = list(self._answer(job, count))
             job.out += ids
-            job.request.tokens += ids
+            job.request.ids.extend(ids)
             self.counts["sampled_tokens"] += count
             self._tell(job, tokens=ids)
 

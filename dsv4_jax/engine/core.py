@@ -471,7 +471,7 @@ class Core:
         manager, live = self.managers[shard], len(self._live[shard])
         if live >= self.shapes.mixed.sequences or live >= manager.size.num_slots:
             return False
-        known = len(job.request.tokens) if job is not None and job.request is not None else 1
+        known = len(job.request.ids) if job is not None and job.request is not None else 1
         blocks = manager.layout.blocks_for(known) + live
         return not live or blocks <= manager.cache.num_available
 
@@ -692,8 +692,8 @@ class Core:
                     entries.append((job, 1, 0, steps))
                     planned.append((request, 1))
                     continue
-                samples = not scores and request.num_cached + count >= len(request.tokens)
-                known = request.tokens if job.fresh and samples else None
+                samples = not scores and request.num_cached + count >= len(request.ids)
+                known = request.ids if job.fresh and samples else None
                 prefills = not (job.out or job.ahead)
                 mine.append(Row(prompt, job.sampling, job.seed, request.slot, count, prefills, samples, guessed, known))
                 job.fresh = job.fresh and not samples
@@ -754,7 +754,7 @@ class Core:
                 assert request is not None
                 if request.num_cached + steps * count > request.max_tokens:
                     return False
-                if len(request.tokens) > request.num_cached + 1:  # it has to be fed what it knows
+                if len(request.ids) > request.num_cached + 1:  # it has to be fed what it knows
                     return False
                 if self.shapes.drafts and request.num_cached < request.num_prompt:
                     return False
@@ -784,7 +784,7 @@ class Core:
                 prompt, out = job.prompt, job.out
                 if len(ids) == 1 and prompt.is_plain and not self.shapes.drafts and ids[0] not in prompt.stop_tokens:
                     out.append(ids[0])  # nearly all: hundreds of them pass here every step
-                    request.tokens.append(ids[0])
+                    request.ids.append(ids[0])
                     plain += 1
                     if len(out) < prompt.max_new_tokens:
                         outputs.append(Output(job.id, job.index, ids, (), (), None, None, job.cached, weights))
@@ -814,7 +814,7 @@ class Core:
         stopped, error = kept < min(most, len(ids)), None
         new = ids[:kept]
         job.out += new
-        request.tokens += new
+        request.ids.extend(new)
         self.counts["sampled_tokens"] += len(new)
         finish = "stop" if stopped else "length" if len(job.out) >= prompt.max_new_tokens else None
         if prompt.stop_after is not None and new:

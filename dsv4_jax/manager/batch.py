@@ -12,7 +12,7 @@ import numpy as np
 
 from ..plan import StepPlan
 from .request import Request
-from .request_tokens import TokenIds
+from .request_tokens import PromptIds, TokenIds
 from .step_shape import StepShape
 
 __all__ = ["Batch"]
@@ -29,6 +29,7 @@ class Batch(NamedTuple):
         restored: those that start from a snapshot in this step.
         copied: those that are forks, and were in no step before.
         ids, histories: their `ids` and `history`, if every sequence has one token.
+        listed: how many requests had lists of ids by then (`Edits`): if there are more, some of `ids` may be others.
         slots: the plan's `seq_slot`, by which it is known again.
         quiet: steps that follow in which nothing happens but one more token of each sequence.
         carried: whether the plan has table entries or copies.
@@ -42,16 +43,17 @@ class Batch(NamedTuple):
     arrays: tuple[np.ndarray, ...]
     restored: list[Request]
     copied: list[Request]
-    ids: list[TokenIds]
+    ids: list[TokenIds | PromptIds]
     histories: list[array[int]]
+    listed: int
     decode: tuple[StepShape, StepPlan] | None = None
     slots: np.ndarray | None = None
     quiet: int = 0
     carried: bool = True
 
     @classmethod
-    def of(cls, requests: list[Request], counts: list[int], table: np.ndarray) -> Batch:
-        """`table`: of the book's `counts`."""
+    def of(cls, requests: list[Request], counts: list[int], table: np.ndarray, listed: int) -> Batch:
+        """`table`: of the book's `counts`; `listed`: of its `edits`."""
         # A list each: the fastest way from objects to arrays that was found.
         slots = np.array([r.slot for r in requests], np.int64)
         rows = table[slots].T
@@ -63,4 +65,4 @@ class Batch(NamedTuple):
         longest = max(counts, default=0)
         decodes = requests if longest == 1 else []
         ids, histories = [r.ids for r in decodes], [r.history for r in decodes]
-        return cls(requests, counts, longest, scheduled, arrays, restored, copied, ids, histories)
+        return cls(requests, counts, longest, scheduled, arrays, restored, copied, ids, histories, listed)

@@ -208,7 +208,7 @@ class Leases:
         if broken is not None:
             self._end(broken, "changed")
         self._counts.begin("sent")
-        total = max(len(request.tokens) - 1, 0) // self._layout.block_tokens
+        total = max(len(request.ids) - 1, 0) // self._layout.block_tokens
         assert request.hasher is not None  # see `export`
         hold, root = self._cache.tree.holds.open(), request.hasher.root
         lease = Lease(secrets.token_hex(16), request, peer, 0.0, 0.0, hold, total, root)
@@ -219,7 +219,7 @@ class Leases:
         """Whether what was announced is of the text that the request goes on with, which may have been rewritten."""
         assert request.hasher is not None  # see `export`
         announced, block = len(lease.nodes), self._layout.block_tokens
-        if lease.total > max(len(request.tokens) - 1, 0) // block or len(request.history) < announced * block:
+        if lease.total > max(len(request.ids) - 1, 0) // block or len(request.history) < announced * block:
             return False
         if announced > len(request.nodes):  # it is behind what it announced
             request.hasher.follow(request.history[: announced * block])

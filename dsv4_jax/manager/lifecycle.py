@@ -19,6 +19,7 @@ from .prefix.node import T
 from .publishing import Publisher
 from .request import Request, RequestState
 from .request_book import RequestBook
+from .request_tokens import PromptIds
 from .steps import Steps
 from .tiered_cache import TieredCache
 
@@ -34,7 +35,7 @@ class Lifecycle:
 
     # Coming
 
-    def admit(self, tokens: list[int], limit: int, request_id: Hashable, hasher: BlockHasher | None) -> Request:
+    def admit(self, tokens: PromptIds, limit: int, request_id: Hashable, hasher: BlockHasher | None) -> Request:
         """A new live request at what is cached of its tokens. Raises `NoFreeSlotError`."""
         self._check_slot()
         self._publisher.commit()
@@ -147,7 +148,7 @@ class Lifecycle:
         """
         if hasher is not None:
             follow_verified(request, hasher, self._layout.cfg.vocab_size, self._layout.draft_tokens)
-        return len(request.tokens)
+        return len(request.ids)
 
     # Going
 
@@ -162,8 +163,8 @@ class Lifecycle:
     def check_resumable(self, request: Request) -> None:
         """Raises `RequestError` if the request, once preempted, could not be resumed."""
         request.check_accepted()
-        if max(len(request.tokens), len(request.history)) < request.num_cached:
-            known = f"knows {len(request.tokens)} of the {request.num_cached} tokens it has in the cache"
+        if max(len(request.ids), len(request.history)) < request.num_cached:
+            known = f"knows {len(request.ids)} of the {request.num_cached} tokens it has in the cache"
             raise RequestError(f"request {request.id!r} {known}: it could not be resumed")
 
     def preempt(self, request: Request) -> None:

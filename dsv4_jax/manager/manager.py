@@ -62,12 +62,12 @@ from .metrics import HandoffCounts, ManagerStats
 from .policies import CachePolicy
 from .prefix.hashing import BlockHasher, HashSpec, Key, MediaItem, Namespace
 from .prefix.node import T
-from .prefix.token_ids import token_ids
+from .prefix.token_ids import packed_ids, token_ids
 from .publishing import Publisher
 from .remote_tier import Arrival, end_arrival
 from .request import Request, RequestRef, Reuse
 from .request_book import RequestBook
-from .request_tokens import prompt_tokens
+from .request_tokens import PromptIds
 from .scheduling import Scheduled
 from .stats import collect, compute_block_budget
 from .step_shape import StepShape
@@ -304,7 +304,8 @@ class KVCacheManager:
         reuse: Reuse = "output",
     ) -> Request:
         self.guard.check()
-        known, ids = prompt_tokens(tokens, self.layout.cfg.vocab_size, self.book.edits)
+        ids = packed_ids(tokens, self.layout.cfg.vocab_size)
+        known = PromptIds.of(ids, self.book.edits)  # the others are the hasher's
         limit = None if max_tokens is None else check_integer("max_tokens", max_tokens, 1, error=PlanError)
         fits = len(ids) <= min(self.context_limit, self.pool_limit)  # else it is refused below
         hasher = self._new_hasher(ids, **space) if fits else None
@@ -843,7 +844,7 @@ class KVCacheManager:
             for request in self.book.ids.values():
                 if request.max_tokens > limit:
                     raise ContextLimitError(request.id, request.max_tokens, limit)
-                self.steps.check_pool(request.id, min(len(request.tokens), request.max_tokens), size)
+                self.steps.check_pool(request.id, min(len(request.ids), request.max_tokens), size)
             self._check_awake()
             if self.policy is not None:  # before anything changes, as warnings may be errors
                 self.policy.warn_if_vain(size, self.size)

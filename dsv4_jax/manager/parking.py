@@ -95,8 +95,8 @@ class Parking:
     def _shared_path(self, request: Request) -> Sequence[Node] | None:
         """The shared blocks before what was parked; None if they are not all there, or nothing was parked."""
         parked = request.parked
-        if parked is None or parked.num_cached > len(request.history) or parked.num_cached >= len(request.tokens):
+        if parked is None or parked.num_cached > len(request.history) or parked.num_cached >= len(request.ids):
             return None
         digests = request.hasher.digests[: parked.first_block] if request.hasher is not None else []
-        path = self._cache.tree.match(digests, len(request.tokens)).path
+        path = self._cache.tree.match(digests, len(request.ids)).path
         return None if len(path) < parked.first_block or any(n.state.tier < T.HOST for n in path) else path

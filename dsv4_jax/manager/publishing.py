@@ -138,7 +138,7 @@ class Publisher:
 
     def _full_blocks(self, request: Request, tokens: int) -> int:
         """Full blocks among the first `tokens` tokens whose ids are known: a caller may keep them to itself."""
-        known = max(len(request.tokens), len(request.history)) if request.hasher is not None else 0
+        known = max(len(request.ids), len(request.history)) if request.hasher is not None else 0
         return min(tokens, known) // self.block_tokens
 
     def note(self, request: Request, tokens: int) -> None:

@@ -14,7 +14,7 @@ from ..checks import as_int, shown
 from ..errors import PlanError, RequestError
 from .prefix.hashing import BlockHasher
 from .prefix.node import Node, S
-from .request_tokens import TokenIds
+from .request_tokens import PromptIds, TokenIds
 
 __all__ = ["Counts", "Parked", "Request", "RequestRef", "RequestState", "Reuse"]
 
@@ -98,7 +98,7 @@ class Request:
         slot: its row of per-request state, >= 1; 0 while it is preempted.
         generation: of the manager that admitted it; `reset()` makes older ones stale.
         max_tokens: the most tokens it may ever hold, prompt and output together.
-        ids: prompt and output ids known so far: see `tokens`.
+        ids: prompt and output ids known so far: `tokens`, or, before anybody has asked for these, an array (code "I").
         history: ids scheduled so far (code "I"), as far as they are noted; what was found in the cache included.
         num_prompt: tokens it was admitted with.
         num_cached: tokens whose rows are in the cache once the steps planned so far have run.
@@ -136,7 +136,7 @@ class Request:
     slot: int
     generation: int
     max_tokens: int
-    ids: TokenIds
+    ids: TokenIds | PromptIds
     history: array[int] = dataclasses.field(default_factory=lambda: array("I"))
     num_prompt: int = 0
     num_hit: int = 0
@@ -183,16 +183,20 @@ class Request:
         """Prompt and output ids known so far. Append what was sampled: `request.tokens.append(t)`.
 
         A caller that keeps its token ids elsewhere may leave this empty; nothing of it is then cached. Another list may
-        be assigned; raises `RequestError` for what is no list (or tuple) of ints.
+        be assigned; raises `RequestError` for what is no list (or tuple) of ints. The list is made when it is first
+        asked for: of 100,000 ids that takes as long as to admit them.
         """
-        return self.ids
+        ids = self.ids
+        if isinstance(ids, PromptIds):
+            ids = self.ids = ids.listed()
+        return ids
 
     @tokens.setter
     def tokens(self, ids: Sequence[int]) -> None:
         if not isinstance(ids, list | tuple):
             raise RequestError(f"request {self.id!r}: tokens must be a list of integers, got {shown(ids)}")
         if ids is not self.ids:
-            self.ids[:] = ids
+            self.tokens[:] = ids
 
     @property
     def is_displaced(self) -> bool:
@@ -240,7 +244,7 @@ class Request:
     def __repr__(self) -> str:
         where = f"live in slot {self.slot}" if self.state is RequestState.LIVE else self.state.value
         name = " ".join(shown(self.id).split())
-        return f"<Request {name} {where}: {self.num_cached} of {len(self.tokens)} tokens cached>"
+        return f"<Request {name} {where}: {self.num_cached} of {len(self.ids)} tokens cached>"
 
     def __index__(self) -> int:
         """Returns the slot. Raises `RequestError` without one: the slot may be someone else's by then."""

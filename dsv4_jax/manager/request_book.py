@@ -11,7 +11,7 @@ from ..checks import shown
 from ..errors import RequestError
 from .prefix.node import Node
 from .request import Counts, Request, RequestRef, RequestState
-from .request_tokens import Edits, TokenIds
+from .request_tokens import Edits, PromptIds, TokenIds
 
 __all__ = ["RequestBook"]
 
@@ -36,7 +36,8 @@ class RequestBook:
         self._last_id = self._last_epoch = 0
         self._changes = 0  # of `live`
         self._requests: tuple[int, tuple[Request, ...]] = 0, ()  # of `live`, after so many changes
-        self._columns: tuple[object, np.ndarray, list[TokenIds]] = None, np.zeros(0, np.int64), []  # of these
+        # Of these, after so many were made lists.
+        self._columns: tuple[object, int, np.ndarray, list[TokenIds | PromptIds]] = None, 0, np.zeros(0, np.int64), []
 
     @property
     def requests(self) -> tuple[Request, ...]:
@@ -47,13 +48,14 @@ class RequestBook:
             self._requests = changes, requests
         return requests
 
-    def columns(self, requests: Sequence[Request]) -> tuple[np.ndarray, list[TokenIds]]:
+    def columns(self, requests: Sequence[Request]) -> tuple[np.ndarray, list[TokenIds | PromptIds]]:
         """Slots and ids of these requests: at no cost of all, if it was asked since one came or went."""
-        if requests is self._requests[1] and requests is self._columns[0]:
-            return self._columns[1:]
+        seen, listed, slots, ids = self._columns
+        if requests is self._requests[1] and requests is seen and listed == self.edits.listed:
+            return slots, ids
         slots, ids = np.array([r.slot for r in requests], np.int64), [r.ids for r in requests]
         if requests is self._requests[1]:
-            self._columns = requests, slots, ids
+            self._columns = requests, self.edits.listed, slots, ids
         return slots, ids
 
     @property
@@ -136,16 +138,16 @@ class RequestBook:
             request.settle_changes()
         self.edits.any = any(request.ids.changed_from < sys.maxsize for request in self.ids.values())
 
-    def add(self, tokens: list[int], limit: int, request_id: Hashable, slot: int, started: int) -> Request:
+    def add(self, tokens: list[int] | PromptIds, limit: int, request_id: Hashable, slot: int, started: int) -> Request:
         """A new live request; without an id it gets a number. `started`: steps planned so far.
 
-        `tokens` are the request's from now on if they are `TokenIds`, else copied.
+        `tokens` are the request's from now on if they are `PromptIds`, else copied.
         """
         while request_id is None:
             self._last_id += 1
             request_id = None if self._last_id in self.ids else self._last_id
         self._last_epoch += 1
-        ids = tokens if isinstance(tokens, TokenIds) else TokenIds(tokens, self.edits)
+        ids = tokens if isinstance(tokens, PromptIds) else TokenIds(tokens, self.edits)
         request = Request(
             request_id,
             slot,

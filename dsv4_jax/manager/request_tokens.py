@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 import sys
 from array import array
 from collections.abc import Iterable
-from typing import Self, SupportsIndex
+from typing import Any, Self, SupportsIndex
 
 import numpy as np
 
-from .prefix.token_ids import token_list
+from .prefix.token_ids import packed_ids
 
-__all__ = ["Edits", "TokenIds", "prompt_tokens"]
+__all__ = ["Edits", "PromptIds", "TokenIds", "prompt_tokens"]
 
 
 class Edits:
-    """Whether anybody has changed ids that stood in a request's `tokens`, of all requests of one manager."""
+    """What was done to the `tokens` of all requests of one manager.
 
-    __slots__ = ("any",)
+    Attributes:
+        any: whether anybody has changed ids that stood there.
+        listed: of how many requests they were made a list.
+    """
+
+    __slots__ = ("any", "listed")
 
     def __init__(self) -> None:
-        self.any = False
+        self.any, self.listed = False, 0
 
 
 class TokenIds(list[int]):
@@ -54,6 +60,10 @@ class TokenIds(list[int]):
             self.changed_from, self._edits.any = index, True
         if before > len(self) < self.shortest:
             self.shortest = len(self)
+
+    def drop(self, first: int, last: int) -> None:
+        """Takes ids first..last - 1 out as if they had never been there: no change."""
+        super().__delitem__(slice(first, last))
 
     def _at(self, index: SupportsIndex | slice) -> int:
         """The lowest index that is changed with this one; the length for what is beyond the end."""
@@ -108,8 +118,39 @@ class TokenIds(list[int]):
         return self
 
 
-def prompt_tokens(
-    tokens: Iterable[int] | np.ndarray, vocab_size: int, edits: Edits | None = None
-) -> tuple[list[int], array[int]]:
-    """Reads a prompt as `token_list` does, which says what is raised. With `edits` the list notes its changes there."""
-    return token_list(tokens, vocab_size, copied=list.copy if edits is None else lambda ids: TokenIds(ids, edits))
+class PromptIds(array):
+    """What `TokenIds` hold, before anybody has asked for a list: made of a prompt in no time, four bytes an id.
+
+    Who does not hand them out may append to them, too. Nobody changes them otherwise.
+    """
+
+    _edits: Edits
+    edits, changed_from, shortest = 0, sys.maxsize, sys.maxsize
+
+    @classmethod
+    def of(cls, ids: array[int], edits: Edits) -> Self:
+        """A copy of an array of code "I"."""
+        made = cls("I", ids)
+        made._edits = edits
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PromptIds:  # an array's own makes a plain one
+        return PromptIds.of(self, copy.deepcopy(self._edits, memo))
+
+    def listed(self) -> TokenIds:
+        """The list that stands in for them from now on."""
+        self._edits.listed += 1
+        return TokenIds(self.tolist(), self._edits)
+
+    def settle(self) -> None:
+        """Nothing has changed."""
+
+    def drop(self, first: int, last: int) -> None:
+        """Does as `TokenIds` do."""
+        del self[first:last]
+
+
+def prompt_tokens(tokens: Iterable[int] | np.ndarray, vocab_size: int) -> tuple[list[int], array[int]]:
+    """Returns a prompt as a list and as `packed_ids` does, which says what is raised."""
+    ids = packed_ids(tokens, vocab_size)
+    return ids.tolist(), ids

@@ -59,7 +59,7 @@ class Steps:
         self.transfers = Transfers()
         self._on_old_arrays = 0  # stages of the queue that belong before the last resize
         self._layout, self._book, self._cache, self._publisher = layout, book, cache, publisher
-        self._batch: Batch | None = None  # of the step planned last
+        self._last: Batch | None = None  # of the step planned last
         self._sound: StepShape | None = None  # the shape that was checked last
         self._room: tuple[tuple, StepShape] | None = None  # for what the last shape was that `room_of` compared with
         self.newcomers = Newcomers(layout, book, cache, publisher)
@@ -67,7 +67,13 @@ class Steps:
 
     def forget_batch(self) -> None:
         """What a live request holds, or how long it is, was changed otherwise than by a step."""
-        self._batch = None
+        self._last = None
+
+    @property
+    def _batch(self) -> Batch | None:
+        """The sequences of the step planned last, unless somebody has asked for lists of their ids since."""
+        last = self._last
+        return last if last is not None and last.listed == self._book.edits.listed else None
 
     def resize(self, size: CacheSize) -> None:
         """Plans are made for a cache of this size from now on."""
@@ -169,7 +175,7 @@ class Steps:
             self.forget_batch()
         if not chosen:
             for request in requests:  # one that has all blocks, and tokens that it may still compute
-                if self.pool_limit <= request.num_cached < min(len(request.tokens), request.max_tokens):
+                if self.pool_limit <= request.num_cached < min(len(request.ids), request.max_tokens):
                     self.check_pool(request.id, request.num_cached + 1)
         return chosen
 
@@ -197,7 +203,7 @@ class Steps:
         opened = [r for r in requests if r.leaves_open(most)] if ahead and most > 1 else ()
         self._book.settle_changes(requests)
         if not again or publisher.replaced:
-            batch = Batch.of(requests, counts, self._book.counts.table)
+            batch = Batch.of(requests, counts, self._book.counts.table, self._book.edits.listed)
         # First what may be refused: nothing changes before it is certain that all of the rest succeeds.
         freed, replaced = publisher.preview()
         slots, starts, lengths, limits, held, tabled = batch.arrays
@@ -252,7 +258,7 @@ class Steps:
         arrays = (slots, ends, lengths, limits, np.maximum(held, blocks), np.maximum(tabled, blocks))
         decode = (shape, plan) if shape is not None and batch.longest == 1 else None
         quiet = self._quiet_steps(arrays) if decode is not None and steps == 1 else 0
-        self._batch = batch._replace(
+        self._last = batch._replace(
             arrays=arrays, restored=[], copied=[], decode=decode, quiet=quiet, slots=plan.seq_slot, carried=True
         )
         if opened or (steps > 1 and batch.longest > 1):
@@ -312,7 +318,7 @@ class Steps:
             plan = with_extras(plan, shape, (), (), ())
         self._publisher.commit()
         self.num_planned += 1
-        self._batch = batch._replace(
+        self._last = batch._replace(
             arrays=(slots, ends, *others), decode=(shape, plan), quiet=batch.quiet - 1, carried=False
         )
         table = self._book.counts.table
@@ -363,7 +369,7 @@ class Steps:
             raise ContextLimitError(request.id, int(ends[over[0]]), request.max_tokens)
         chunks = np.flatnonzero(lengths > 1 + self._layout.draft_tokens)  # drafts may be sampled on the device
         for i in chunks.tolist():
-            start, stop, known = int(starts[i]), int(starts[i] + lengths[i]), len(requests[i].tokens)
+            start, stop, known = int(starts[i]), int(starts[i] + lengths[i]), len(requests[i].ids)
             if start < known < stop:
                 span = f"{start}..{stop - 1}"
                 raise RequestError(f"request {requests[i].id!r} knows {known} tokens, the step schedules {span}")
@@ -452,7 +458,7 @@ class Steps:
             fresh.append((request, start, stop))
             if known < stop:
                 gaps.append((len(ids) + max(known - start, 0), len(ids) + count))
-                row = history[start:].tolist() + tokens[max(start, noted) :]
+                row = [*history[start:], *tokens[max(start, noted) :]]
                 ids += row + [0] * (count - len(row))
             elif count == 1:
                 ids.append(tokens[start])
@@ -553,7 +559,7 @@ class Steps:
         if steps < planned and len(request.nodes) > (start + n_kept) // self._layout.block_tokens:
             raise PlanError(f"{who}: blocks that only {planned} steps have filled are cached already")
         self.forget_batch()
-        list.__delitem__(request.ids, slice(start + n_kept, start + length))  # no change: they were never there
+        request.ids.drop(start + n_kept, start + length)
         request.num_cached -= scheduled - n_kept
         if request.earlier:  # those planned ahead go on from there
             del request.earlier[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 
 import numpy as np
@@ -9,10 +10,12 @@ import pytest
 
 from dsv4_jax import CacheSize, KVCacheManager
 from dsv4_jax.errors import RequestError
-from dsv4_jax.manager import HostSize, Request
+from dsv4_jax.manager import CachePolicy, HostSize, Request
+from dsv4_jax.manager.request_tokens import PromptIds, TokenIds
 
 from .test_caching import LAYOUT, PROMPT, feed, make, run
 
+BLOCK = LAYOUT.block_tokens
 EDITED = [*PROMPT[:5], 200, *PROMPT[6:]]
 
 
@@ -133,6 +136,26 @@ def test_new_draws_are_not_cached_as_the_old_answer(draft: int) -> None:
     mine = manager.cache.tree.match(manager.digests(answer[:24]), 25).path
     assert len(mine) == 3 and mine[2] not in found
     manager.check_integrity()
+
+
+@pytest.mark.parametrize("count", [1, 200])
+def test_tokens_are_a_list_when_somebody_asks_for_them(count: int) -> None:
+    """Before that they are an array, of which nothing that was made of it is left when they are a list."""
+    size = CacheSize(num_blocks=2 * count, num_slots=count, max_blocks_per_request=2, num_snapshots=1)
+    manager = KVCacheManager(LAYOUT, size, policy=CachePolicy())
+    requests = [manager.admit_request(np.arange(BLOCK - 2) + i) for i in range(count)]
+    shape = manager.pinned_shape(count, BLOCK * count)
+    while scheduled := manager.schedule(BLOCK * count, shape=shape):
+        manager.plan_tokens(manager.plan_step(scheduled, shape=shape))
+    assert all(type(request.ids) is PromptIds for request in requests)
+    for token in (7, 8, 9):
+        for i, request in enumerate(requests):
+            (request.ids if token == 7 or i % 2 else request.tokens).append(token)
+        scheduled = manager.schedule(BLOCK * count, shape=shape)
+        plan = manager.plan_step(scheduled, shape=shape)
+        assert len(scheduled) == count and manager.plan_tokens(plan)[:count].tolist() == [token] * count
+    assert all(r.tokens[-3:] == [7, 8, 9] and type(r.tokens) is TokenIds for r in requests)
+    assert {r.history[-3:].tobytes() for r in requests} == {array("I", [7, 8, 9]).tobytes()}
 
 
 def test_a_list_of_tokens_of_one_s_own() -> None:

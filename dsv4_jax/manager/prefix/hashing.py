@@ -163,7 +163,7 @@ class BlockHasher:
     def adopt(
         cls, spec: HashSpec, ids: array[int], *, namespace: Namespace | None = None, items: Iterable[MediaItem] = ()
     ) -> BlockHasher:
-        """A hasher of ids of the vocabulary, as `token_list` makes them: the array is the hasher's from now on."""
+        """A hasher of ids of the vocabulary, as `packed_ids` makes them: the array is the hasher's from now on."""
         hasher = cls(spec, namespace=namespace, items=items)
         hasher._ids = ids
         hasher._hash_full_blocks()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from ...checks import INT32_MAX, as_int, int_array, shown
 from ...errors import RequestError
 
-__all__ = ["check_range", "packed", "token_ids", "token_list"]
+__all__ = ["check_range", "packed", "packed_ids", "token_ids"]
 
 
 def token_ids(tokens: Iterable[int] | np.ndarray, vocab_size: int = INT32_MAX + 1) -> np.ndarray:
@@ -22,28 +22,17 @@ def token_ids(tokens: Iterable[int] | np.ndarray, vocab_size: int = INT32_MAX + 
     """
     if isinstance(tokens, np.ndarray):
         return _checked(tokens, vocab_size)
-    return np.frombuffer(_converted(_listed(tokens), vocab_size), "<i4")
+    return np.frombuffer(packed_ids(tokens, vocab_size), "<i4")
 
 
-def token_list(
-    tokens: Iterable[int] | np.ndarray,
-    vocab_size: int = INT32_MAX + 1,
-    *,
-    copied: Callable[[list[int]], list[int]] = list.copy,
-) -> tuple[list[int], array[int]]:
-    """Returns the ids as a list and as an array of code "I", both the caller's. Raises as `token_ids`.
-
-    The list holds the ints that were given: to make 100,000 new ones takes longer than all else that is done here.
-
-    Args:
-        copied: what makes it of a list.
-    """
+def packed_ids(tokens: Iterable[int] | np.ndarray, vocab_size: int = INT32_MAX + 1) -> array[int]:
+    """Returns the ids as an array of code "I", the caller's own. Raises as `token_ids`."""
     if isinstance(tokens, np.ndarray):
-        ids = _checked(tokens, vocab_size)
-        return copied(ids.tolist()), packed(ids)
-    values = tokens if type(tokens) is list else _listed(tokens)
-    ids = _converted(values, vocab_size)
-    return copied(values if _are_ints(values) else ids.tolist()), ids
+        return packed(_checked(tokens, vocab_size))
+    if isinstance(tokens, array) and tokens.typecode == "I":
+        check_range(np.frombuffer(tokens, np.uint32), vocab_size)
+        return array("I", tokens)
+    return _converted(_listed(tokens), vocab_size)
 
 
 def packed(ids: np.ndarray) -> array[int]:
@@ -95,14 +84,3 @@ def _check_token(token: Any, vocab_size: int) -> None:
         raise RequestError(f"tokens must be integers in 0..{vocab_size - 1}, got {shown(token)}")
     if not 0 <= number < vocab_size:
         raise RequestError(f"tokens must be in the vocabulary: token id {shown(number)} is not in 0..{vocab_size - 1}")
-
-
-def _are_ints(tokens: list[int]) -> bool:
-    """Whether all integers of a list are Python's (or an enum's), not numpy's or others: then their sum is."""
-    try:
-        with np.errstate(over="ignore"):  # numpy's may wrap around
-            return type(sum(tokens)) is int
-    except MemoryError:
-        raise  # of the process, not of the argument
-    except Exception:  # what has no sum
-        return False
