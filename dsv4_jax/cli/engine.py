@@ -110,7 +110,7 @@ class Model:
         with naming("--checkpoint"):
             self.hf: Mapping[str, Any] = read_hf(args.checkpoint)
             self.cfg = DSV4Config.from_hf(self.hf)
-        check_drafts(self.cfg, args.draft_tokens)
+        check_drafts(self.cfg, args.draft_tokens, args.least_confidence)
         self.drafts = args.draft_tokens > 0
         self.layout = layout_from(args, self.cfg, include_drafts=self.drafts)
 
@@ -210,6 +210,7 @@ def open_engine(
             chunk_tokens=chunk,
             decode_steps=min(args.decode_steps, longest),
             drafts=args.draft_tokens,
+            least_confidence=args.least_confidence,
             implementation=args.implementation,
             **options,
         )

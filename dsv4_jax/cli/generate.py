@@ -127,6 +127,7 @@ def run(args: argparse.Namespace) -> int:
             chunk_tokens=chunk,
             decode_steps=steps,
             drafts=args.draft_tokens,
+            least_confidence=args.least_confidence,
             seed=args.seed,
             implementation=args.implementation,
         )

@@ -14,7 +14,7 @@ from ..config import DSV4Config
 from ..errors import OptionError
 from .options import naming, option
 from .printing import Progress
-from .values import given_path, natural, short
+from .values import fraction, given_path, natural, short
 
 __all__ = [
     "BUILT_IN",
@@ -71,13 +71,17 @@ def add_weights(parser: argparse._ActionsContainer, help: str, default: str | No
 
 
 def add_drafts(parser: argparse._ActionsContainer) -> None:
-    """Adds `--drafts`, the attribute `draft_tokens`."""
+    """Adds `--drafts`, the attribute `draft_tokens`, and `--least-confidence`."""
     drafts = "tokens that the MTP layer (at most 3) or DSpark guesses ahead and the model verifies (default: none)"
     option(parser, "--drafts", natural, "N", drafts, dest="draft_tokens", choices=range(9), default=0)
+    least = "drafts end before the first that DSpark is less sure of, 0 to 1; the same text (default: 0)"
+    option(parser, "--least-confidence", fraction, "P", least, default=0.0)
 
 
-def check_drafts(cfg: DSV4Config, drafts: int) -> None:
-    """Raises `OptionError` if the checkpoint's draft head does not guess so many tokens."""
+def check_drafts(cfg: DSV4Config, drafts: int, least_confidence: float = 0.0) -> None:
+    """Raises `OptionError` if the checkpoint's draft head does not guess so many tokens, or cannot say how surely."""
+    if least_confidence and not (drafts and cfg.dspark):
+        raise OptionError("--least-confidence: of --drafts by DSpark, whose head says how sure it is")
     if drafts and cfg.dspark is None and cfg.num_mtp_layers != 1:
         raise OptionError(f"--drafts: one MTP layer drafts, the checkpoint has {cfg.num_mtp_layers}")
     most = _MAX_OF_MTP if cfg.dspark is None else cfg.dspark.block_size

@@ -60,6 +60,7 @@ def build(
     chunk_tokens: int | None = None,
     decode_steps: int = 1,
     drafts: int = 0,
+    least_confidence: float = 0.0,
     ahead: bool = True,
     limits: Limits = _LIMITS,
     seed: int = 0,
@@ -143,6 +144,7 @@ def build(
         drivers=drivers,
         remote=remote,
         top=top,
+        least_confidence=least_confidence,
         implementation=implementation,
     )
     return Core(managers, shapes, limits=limits, storage=drivers, remote=remote, ahead=ahead, seed=seed), executor

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..cache import KVCache
-from ..checks import check_boolean, check_integer, shown
+from ..checks import check_boolean, check_integer, check_share, shown
 from ..errors import EngineError, PlanError, RequestError, TransferError
 from ..manager import KVCacheManager
 from ..manager.transfers import Transfers
@@ -57,6 +57,7 @@ class DeviceExecutor:
         drivers: of each data shard, for storage: a `StorageDriver`.
         remote: for hand-offs, on whose transport `host` is published. Should that host pool be lost, hand-offs end.
         top: the most likeliest tokens of a place that a request may ask for.
+        least_confidence: as of `draft_step`.
         implementation: of the ops.
 
     Attributes:
@@ -78,6 +79,7 @@ class DeviceExecutor:
         drivers: Sequence[Any] = (),
         remote: RemoteDriver | None = None,
         top: int = MAX_TOP,
+        least_confidence: float = 0.0,
         implementation: Choice = None,
     ):
         self.params, self.cache, self.host, self.shapes = params, cache, host, shapes
@@ -90,8 +92,11 @@ class DeviceExecutor:
         self._placement = CompiledSteps(cache, [exchange.peers for exchange in exchanges])
         self._words = mask_words(cache.layout.cfg.vocab_size)
         self._layout = cache.layout
+        self._least = check_share("least_confidence", least_confidence, error=PlanError)
         if shapes.drafts:
             check_drafts(params, cache, shapes.drafts)
+        if self._least and not (shapes.drafts and self._layout.cfg.dspark):
+            raise PlanError(f"least_confidence={self._least}: it is of drafts that DSpark's stages make")
         self._begin()
 
     def _begin(self) -> None:
@@ -148,7 +153,7 @@ class DeviceExecutor:
                 drafts[i, : len(some)] = [row.drafts for row in some]
             arrays[2:2] = [drafts.reshape(-1), self._lengths]
             steps = work.steps if work.kind == "decode" else 0
-            function, more = _verify, dict(width=self.shapes.drafts, steps=steps)
+            function, more = _verify, dict(width=self.shapes.drafts, steps=steps, least_confidence=self._least)
         elif work.kind == "decode":
             function, more = _decode, dict(steps=work.steps)
         else:

@@ -219,6 +219,7 @@ def test_options_reach_the_model(checkpoint, script):
     assert main([*argv, "--drafts", "2", *drawing]) == 0
     assert asked.asked[0].sampling == model.Sampling(0.5, 7, 0.9)
     assert (asked.shapes.drafts, asked.options["implementation"]) == (2, "xla")
+    assert asked.options["least_confidence"] == 0
     assert asked.layout.include_drafts and asked.layout.draft_tokens == 2 and "mtp" in asked.params
     assert main([*argv, "--decode-steps", "9", "--chunk", "7"]) == 0
     assert (asked.shapes.drafts, asked.shapes.steps, asked.shapes.mixed.tokens) == (0, 2, 7)
@@ -313,6 +314,8 @@ def test_refusals(checkpoint, capsys, tmp_path, monkeypatch):
         (["--tokens", "1", "--weights", "released"], "--weights: wq_a"),
         (["--tokens", "1", "--drafts", "4"], "--drafts: an MTP layer guesses at most 3 tokens, got 4"),
         (["--tokens", "1", "--drafts", "9"], "argument --drafts: invalid choice: 9"),
+        (["--tokens", "1", "--least-confidence", "1.5"], "--least-confidence: '1.5' is not a number in [0, 1)"),
+        (["--tokens", "1", "--drafts", "2", "--least-confidence", "0.5"], "--least-confidence: of --drafts by DSpark"),
         (["--tokens", "1", "--drafts", "2", "--chunk", "2"], "--chunk: a token and its 2 drafts are 3, got 2"),
         (["--tokens", "1", "--devices", "8"], "--devices, --tensor: 4 experts do not divide by 8 devices"),
         (["--tokens", "1", "--tensor", "2"], "--tensor: 1 devices do not divide by 2"),

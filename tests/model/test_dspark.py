@@ -12,6 +12,7 @@ import pytest
 
 from dsv4_jax import AttentionType, CacheLayout, DSV4Config, cache_sharding, init_cache, model
 from dsv4_jax.config import DSparkHead
+from dsv4_jax.engine import Engine, Prompt
 from dsv4_jax.errors import PlanError, ShapeError
 from dsv4_jax.layout import CacheSize
 from dsv4_jax.manager import CachePolicy, KVCacheManager, SnapshotPlacement
@@ -323,6 +324,20 @@ def test_a_block_that_is_unsure_is_verified_in_part(params) -> None:
     assert 0 < means[1] < means[0]
 
 
+@pytest.mark.slow
+def test_an_engine_keeps_no_draft_that_is_unsure(params) -> None:
+    """The text of any other engine, in more steps."""
+    given, unsure = leaning(params, 0.02), dict(drafts=3, least_confidence=0.5)
+    for sampling in (Sampling(), Sampling(0.6, top_k=30)):
+        expected, sizes = generate(given, 3, sampling=sampling)
+        drawn, more = generate(given, sampling=sampling, **unsure)
+        assert drawn == expected and max(more) > 1 and len(more) > len(sizes)
+        if sampling.greedy:
+            with Engine.of(given, OF_ONE, SIZE, policy=None, chunk_tokens=16, **unsure) as engine:
+                asked = [Prompt(tokens=tokens, max_new_tokens=NEW) for tokens in PROMPTS]
+                assert [samples[0].tokens for samples in engine.run(asked)] == expected
+
+
 def test_drafts_that_are_not_possible(params) -> None:
     wide = CacheLayout(ONE, "f32", "f32", block_tokens=8, draft_tokens=6, include_drafts=True)
     size = CacheSize(2, 1, 1)
@@ -342,6 +357,12 @@ def test_drafts_that_are_not_possible(params) -> None:
     for least in (1.5, -0.1, float("nan"), "high", True):
         with pytest.raises(ShapeError, match="least_confidence must be a number from 0 to 1, got "):
             model.draft_step(params, cache, plan, tokens, drafts, 2, least_confidence=least)
+    for drafting, problem in (
+        (dict(drafts=2, least_confidence=1.5), "least_confidence must be a number from 0 to 1, got 1.5"),
+        (dict(least_confidence=0.5), "least_confidence=0.5: it is of drafts that DSpark's stages make"),
+    ):
+        with pytest.raises(PlanError, match=problem):
+            model.generate(params, cache, manager, [[1]], max_new_tokens=2, **drafting)
     with pytest.raises(PlanError, match="drafts=6: a block of the model's DSpark stages has 5"):
         model.generate(params, cache, manager, [[1]], max_new_tokens=2, drafts=6)
 
