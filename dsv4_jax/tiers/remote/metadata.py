@@ -48,8 +48,8 @@ class PoolMetadata:
         Raises:
             LayoutError: both kinds of records do not mean the same in it; says what differs.
         """
-        others = (each for each in snapshot_layouts(layout)[1:] if each.snapshot_fingerprint == self.snapshot_fingerprint)
-        there = next(others, layout)
+        theirs = self.snapshot_fingerprint
+        there = next((each for each in snapshot_layouts(layout) if each.snapshot_fingerprint == theirs), layout)
         pairs = {
             "blocks": (self.block_fingerprint, layout.block_fingerprint),
             "snapshots": (self.snapshot_fingerprint, there.snapshot_fingerprint),
