@@ -527,8 +527,10 @@ class Core:
         """The shards, best first: which has most of it cached, of those which has the fewest requests."""
         if len(self.managers) == 1:
             return [0]
-        prompt = job.prompt
-        cached = [_cached(manager, prompt) for manager in self.managers]
+        prompt, cached = job.prompt, [0] * len(self.managers)
+        if self.managers[0].cache.caching:  # digests of a prompt are those of all shards
+            digests = self.managers[0].digests(prompt.tokens, namespace=prompt.namespace, items=prompt.items)
+            cached = [manager.cache.tree.match(digests, len(prompt.tokens)).hit for manager in self.managers]
         home = job.shard if job.fetch is not None else -1
         return sorted(range(len(cached)), key=lambda shard: (-cached[shard], shard != home, len(self._live[shard])))
 
@@ -1017,15 +1019,13 @@ def _check_alike(managers: list[KVCacheManager]) -> None:
         raise PlanError(f"expected a manager for each data shard, got {shown(others[0])}")
     if len({id(manager) for manager in managers}) < len(managers):
         raise PlanError("one manager was given for several data shards: each has blocks of its own")
-    first = managers[0]
+    caches = [(each.layout, each.arrays, each.size, each.host_size, each.policy) for each in managers]
     for i, manager in enumerate(managers):
-        if (manager.layout, manager.arrays, manager.size, manager.host_size) != (
-            first.layout,
-            first.arrays,
-            first.size,
-            first.host_size,
-        ):
+        if caches[i] != caches[0]:
             raise PlanError(f"the manager of shard {i} is of another cache than that of shard 0")
+        if manager.hash_spec != managers[0].hash_spec:
+            ids = f"{shown(manager.weights_id)}, that of shard 0 of {shown(managers[0].weights_id)}"
+            raise PlanError(f"the manager of shard {i} is of weights {ids}")
 
 
 def _as_exception(error: BaseException) -> Exception:
@@ -1048,14 +1048,6 @@ def _top(prompt: Prompt, drawn: Drawn, shard: int, row: int, tokens: int) -> lis
 def _more(prompt: Prompt) -> int:
     """Tokens that are computed beyond its own: the last one sampled is never fed."""
     return 0 if prompt.export is not None else (0 if prompt.score else prompt.max_new_tokens) - 1
-
-
-def _cached(manager: KVCacheManager, prompt: Prompt) -> int:
-    """Blocks of a prompt with which a request would begin."""
-    if not manager.cache.caching:
-        return 0
-    digests = manager.digests(prompt.tokens, namespace=prompt.namespace, items=prompt.items)
-    return manager.cache.tree.match(digests, len(prompt.tokens)).hit
 
 
 def shapes_of(managers: Sequence[KVCacheManager], chunk_tokens: int, *, steps: int = 1, drafts: int = 0) -> Shapes:

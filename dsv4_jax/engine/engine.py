@@ -516,20 +516,20 @@ class Engine:
                 self._send(work)
             elif not self._under_way and (transfers := core.flush()):
                 executor.move(transfers)
-            busy = self._poll(idle=work is None)
+            busy, rests = self._poll(idle=work is None), work is None
             self._tell(core.drain())
             self._turn_s = self._clock() - began
-            if self._under_way and (work is None or len(self._under_way) >= core.depth):
+            if self._under_way and (rests or len(self._under_way) >= core.depth):
                 drawn = self._wait()
                 began = self._clock()
                 self._tell(core.take(drawn, began))
                 self._turn_s += self._clock() - began
-                work = work or True  # type: ignore[assignment]
+                rests = False
         except Exception as error:
             self._fail(error)
             return
         self._show()
-        if work is None and not (self._stop and self._core.idle):
+        if rests and not (self._stop and self._core.idle):
             self._rest(busy)
 
     def _send(self, work: Work) -> None:

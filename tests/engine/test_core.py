@@ -11,7 +11,7 @@ import pytest
 from dsv4_jax.engine import Core, Limits, Prompt, shapes_of
 from dsv4_jax.engine.prompt import derived_seed
 from dsv4_jax.errors import ContextLimitError, EngineError, PlanError, QueueFullError, RequestError
-from dsv4_jax.manager import Namespace
+from dsv4_jax.manager import KVCacheManager, Namespace
 
 from .serving import BLOCK, CFG, COLUMNS, Seeded, Server
 
@@ -397,6 +397,12 @@ def test_bad_settings_are_refused():
         shapes_of(server.managers, 3)
     with pytest.raises(PlanError, match="one manager was given for several"):
         shapes_of(server.managers * 2, 48)
+    others = Server(shards=2).managers
+    others[1].reset(weights_id="others")
+    with pytest.raises(PlanError, match="shard 1 is of weights 'others', that of shard 0 of None"):
+        Core(others, server.executor.shapes)
+    with pytest.raises(PlanError, match="shard 1 is of another cache"):  # one that keeps nothing
+        Core([others[0], KVCacheManager(others[0].layout, others[0].size)], server.executor.shapes)
     with pytest.raises(PlanError, match="limits must be Limits"):
         Core(server.managers, server.executor.shapes, limits=3)
     with pytest.raises(PlanError, match="expected a manager"):

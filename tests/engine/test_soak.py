@@ -20,6 +20,8 @@ def test_random_requests_are_answered_rightly():
 @pytest.mark.every_case
 @pytest.mark.parametrize("scene", SCENES, ids=[scene.name for scene in SCENES])
 def test_every_engine_answers_rightly(scene):
-    """Masks, penalties, drafts, two data shards: 150 requests of each (2,000: `python -m tests.engine.soak`)."""
+    """Masks, penalties, drafts, shards, hosts: 150 requests of each (2,000: `python -m tests.engine.soak`)."""
     users = soak(dataclasses.replace(scene, every=10), 150, seed=3)
-    assert users.oracle.tokens > 500 and users.seen["weights"] and users.seen["sleep"]
+    oracle = users.oracle
+    assert oracle.tokens + oracle.scored > 500 and users.seen["weights"] and users.seen["sleep"]
+    assert not scene.hosts or (oracle.scored and oracle.experts and users.seen["hand-offs whole"])
