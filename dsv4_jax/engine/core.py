@@ -229,7 +229,7 @@ class Core:
         aging = self.limits.aging
         seed = derived_seed(self.seed, self._order)
         jobs = [Job.of(prompt, name, i, self._order + i, now, aging, seed) for i in range(prompt.n)]
-        if self.storage and prompt.peer is None:
+        if self.storage and prompt.peer is None and not prompt.score:
             shard = jobs[0].order % len(self.managers)
             asked = self.storage[shard].prefetch(prompt.tokens, namespace=prompt.namespace, items=prompt.items)
             for job in jobs:
@@ -959,6 +959,9 @@ class Core:
         if self._sent or self.asleep:
             raise EngineError("it sleeps already" if self.asleep else f"{len(self._sent)} calls are under way")
         for shard, live in enumerate(self._live):
+            for job in [job for job in live.values() if job.prompt.score]:  # whose text the manager does not know
+                self._release(job)
+                self._enqueue(job)
             self.managers[shard].sleep()
             for job in live.values():
                 job.state, job.row = JobState.PREEMPTED, -1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -386,6 +387,31 @@ def test_a_sleep_loses_nothing():
     server.core.wakeup()
     server.run()
     assert server.tokens[name, 0] == server.expected(TEXT, 20, seed=4)
+
+
+def test_a_score_under_way_begins_anew_after_a_sleep():
+    """Its text is not the manager's: what is computed of it is given up, and in no shard is anything of it left."""
+    fetched = list[int]()
+
+    class Driver:
+        def prefetch(self, tokens, **space):
+            fetched.append(len(tokens))
+            return SimpleNamespace(done=True)
+
+    server = Server(shards=2, chunk=16, ahead=False, storage=[Driver(), Driver()])
+    names = [server.add(TEXT[:n], score=True, logprobs=0) for n in (60, 50, 40)]
+    other = server.add(TEXT[:20], 60, sampling=Seeded(1))
+    for _ in range(3):
+        server.turn()
+    assert server.core.live == 4 and not server.finish
+    server.executor.move(server.core.sleep())
+    assert (server.core.live, server.core.queued, server.core.preempted) == (0, 3, 1)
+    server.core.wakeup()
+    server.run()
+    assert [server.tokens[name, 0] for name in names] == [TEXT[1:n] for n in (60, 50, 40)]
+    assert server.tokens[other, 0] == server.expected(TEXT[:20], 60, seed=1)
+    assert fetched == [20], "of a score nothing is looked up"
+    server.check_empty()
 
 
 def test_bad_settings_are_refused():
