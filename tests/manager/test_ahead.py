@@ -12,6 +12,7 @@ from dsv4_jax import CacheLayout, CacheSize, DSV4Config, KVCacheManager
 from dsv4_jax.errors import PlanError, RequestError
 from dsv4_jax.manager import BlockHasher, CachePolicy, EventLog
 
+from ..effort import lines_run
 from .test_manager import make, refused
 
 BLOCK = 8
@@ -118,6 +119,28 @@ def test_whom_a_look_ahead_is_offered() -> None:
     manager.preempt(fed)
     manager.resume(fed)
     assert manager.schedule(30, requests=[fed], ahead=True) == [(fed, 6)]
+
+
+def test_ids_planned_ahead_are_noted_at_once_where_blocks_fill() -> None:
+    """However many there are: what has filled a block is noted already, and the others are looked at together."""
+
+    def effort(count: int) -> int:
+        layout = CacheLayout(DSV4Config.tiny(hca_ratio=8), block_tokens=BLOCK)
+        size = CacheSize(4 * count, count, 4, num_snapshots=count)
+        manager = KVCacheManager(layout, size, policy=CachePolicy())
+        requests = [manager.admit_request(range(i, i + BLOCK - 2 + i % 2)) for i in range(count)]
+        shape, lines = manager.pinned_shape(count, BLOCK * count), list[int]()
+        for step in range(6):
+            scheduled = manager.schedule(BLOCK * count, shape=shape, ahead=step > 0)
+            plan = manager.plan_step(scheduled, shape=shape, ahead=step > 0)
+            assert len(scheduled) == count
+            lines.append(lines_run(manager.plan_tokens, plan, unknown=UNKNOWN))
+            for request in requests:  # of the step before
+                request.ids.extend([step] * (step > 0))
+        assert all(len(request.history) == len(request.ids) - 1 for request in requests)
+        return max(lines[1:])
+
+    assert effort(24) == effort(4)
 
 
 @pytest.mark.parametrize("unknown", [0, 5, 1.5, "x", True, -(2**31) - 1])
