@@ -206,11 +206,8 @@ def dense(op: str, matrix: Matrix, tokens: int, calls: int) -> Made:
     def make(key: jax.Array) -> Any:
         a, b = jax.random.split(key)
         if fp8:
-            codec = WEIGHT_FORMATS["fp8"].codec
-            weights = codec.draw(b, m.rows, m.columns)
-            if op == "dense_e4m3":
-                codes, scales = codec.unpack(*weights)
-                weights = codec.swizzled(codes), scales
+            form = "fp8_e4m3" if op == "dense_e4m3" else "fp8"
+            weights = WEIGHT_FORMATS[form].codec.draw(b, m.rows, m.columns)
         else:
             weights = (jax.random.normal(b, (m.rows, m.columns), jnp.bfloat16) * jnp.bfloat16(m.columns**-0.5),)
         return jax.random.normal(a, (tokens, columns), jnp.bfloat16), *weights

@@ -214,7 +214,7 @@ def simulated(matrix: Sequence[int]) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax.numpy as jnp
 
-    from dsv4_jax.formats.weights.fp8 import swizzled
+    from dsv4_jax.formats.weights.fp8_e4m3 import pack
     from tests.oracle import matrix_unit
 
     n, k, groups, parts = matrix
@@ -224,7 +224,7 @@ def simulated(matrix: Sequence[int]) -> None:
     # Of very different sizes: a block's sum has 14 bits, so that totals of like ones are exact in any order.
     scales = rng.integers(90, 116, (-(-n // 128), k // 128), np.uint8)
     products = Products(matrix, 2, 256)
-    products.move(WEIGHTS, np.asarray(swizzled(jnp.asarray(codes))), True)
+    products.move(WEIGHTS, np.asarray(pack(jnp.asarray(codes), jnp.asarray(scales))[0]), True)
     products.move(SCALES, scales, True)
     few = np.concatenate([np.arange(g * n // groups, (g + 1) * n // groups, 9)[:24] for g in range(groups)])
     of_rows = np.exp2(scales.astype(np.float32) - 127).repeat(128, 0)[:n]

@@ -27,6 +27,7 @@ from .gather import gather_rows
 from .hyper_connection import hyper_connection
 from .index_scores import index_scores
 from .moe import moe
+from .moe_e4m3 import moe_e4m3
 from .normalise import normalise
 from .numerics import hadamard, rms_norm, rope, rope_frequencies
 from .queries import finish_queries
@@ -58,6 +59,7 @@ __all__ = [
     "in_sequence",
     "index_scores",
     "moe",
+    "moe_e4m3",
     "normalise",
     "rms_norm",
     "rope",

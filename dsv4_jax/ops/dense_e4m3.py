@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from ..formats.activations import dequantise_rows, quantise_rows
-from ..formats.weights import fp8
+from ..formats.weights import fp8_e4m3
 from .dense_fp8 import DenseFp8Arguments, checked, product
 from .registry import Choice, Implementation, run
 
@@ -33,7 +33,7 @@ def dense_e4m3(
 
     Args:
         x: [T, groups * K] float, rounded to bf16 and then to e4m3 with a power-of-two scale per row and 128 columns.
-        codes: [N / 64, K / 128, 8192] uint8, `formats.weights.fp8.swizzled` of e4m3 codes [N, K].
+        codes: [N / 64, K / 128, 8192] uint8, packed (`formats.weights.fp8_e4m3`).
         scales: [ceil(N / 128), K / 128] uint8, e8m0, as released.
         groups, dtype, whole_rows: as of `dense_fp8`.
 
@@ -47,7 +47,7 @@ def dense_e4m3(
 def reference(arguments: DenseFp8Arguments) -> jax.Array:
     """Computes `dense_e4m3` in `jnp`: rows and weights rounded and dequantised, then a product of bf16."""
     x = dequantise_rows(*quantise_rows(arguments.x), jnp.bfloat16)
-    return product(arguments, x, fp8.unswizzled(arguments.codes))
+    return product(arguments, x, fp8_e4m3.unpack(arguments.codes, arguments.scales)[0])
 
 
 IMPLEMENTATION = Implementation("dense_e4m3", "xla", reference)

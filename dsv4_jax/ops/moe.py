@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import numbers
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,18 @@ from .arguments import Check
 from .numerics import clamped_swiglu
 from .registry import Choice, Implementation, run
 
-__all__ = ["IMPLEMENTATION", "PARTS", "ExpertSums", "MoeArguments", "moe", "reference"]
+__all__ = [
+    "IMPLEMENTATION",
+    "PARTS",
+    "ExpertSums",
+    "MoeArguments",
+    "Product",
+    "checked",
+    "gates_and_ups",
+    "moe",
+    "reference",
+    "summed",
+]
 
 PARTS = 8  # of all experts: each is summed by itself, and the parts by a binary tree
 _TURN = 8  # rows of gates, then as many of ups: `fp4.gate_up_rows`
@@ -28,7 +40,7 @@ _TURN = 8  # rows of gates, then as many of ups: `fp4.gate_up_rows`
 
 @dataclasses.dataclass(frozen=True)
 class MoeArguments:
-    """Holds what an implementation of `moe` is given, as in its arguments."""
+    """Holds what an implementation of `moe` or of `moe_e4m3` is given, as in their arguments."""
 
     x: jax.Array
     chosen: jax.Array
@@ -89,7 +101,23 @@ def moe(
         ShapeError: an argument has the wrong shape or dtype, or a number is not of its range; the message names it.
         ImplementationError: as every op (`registry.pick`).
     """
-    check = Check("moe")
+    return run("moe", checked("moe", x, chosen, share, gate_up, down, limit, first, routed, shards), implementation)
+
+
+def checked(
+    op: str,
+    x: jax.Array,
+    chosen: jax.Array,
+    share: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    limit: float,
+    first: int | jax.Array,
+    routed: int | None,
+    shards: int,
+) -> MoeArguments:
+    """Returns the record of the experts of an op of this name; raises as `moe`."""
+    check = Check(op)
     x = check.array("x", x, "float", "T", "hidden")
     chosen, share = check.array("chosen", chosen, "int32", "T", "top"), check.array("share", share, "float", "T", "top")
     gate_up = check.array("gate_up", gate_up, "uint8", "experts", "tiles", "steps", TILE_BYTES)
@@ -98,51 +126,74 @@ def moe(
     wanted = (2 * inter // TILE_ROWS, hidden // TILE_COLUMNS, hidden // TILE_ROWS)
     if hidden % TILE_COLUMNS or (*gate_up.shape[1:3], down.shape[1]) != wanted:
         raise ShapeError(
-            f"moe: x has {hidden} columns; gate_up {list(gate_up.shape)} and down {list(down.shape)} are not experts "
-            f"of {hidden} x {inter}"
+            f"{op}: x has {hidden} columns; gate_up {list(gate_up.shape)} and down {list(down.shape)} are not "
+            f"experts of {hidden} x {inter}"
         )
     here = down.shape[0]
     if not here:
-        raise ShapeError("moe: gate_up and down hold no experts, expected at least one")
+        raise ShapeError(f"{op}: gate_up and down hold no experts, expected at least one")
     if not isinstance(limit, numbers.Real) or not limit >= 0:
-        raise ShapeError(f"moe: limit is {shown(limit)}, expected a number >= 0")
+        raise ShapeError(f"{op}: limit is {shown(limit)}, expected a number >= 0")
     last = INT32_MAX - here
     if routed is not None:
-        last = check_integer("moe: routed", routed, here, INT32_MAX, error=ShapeError) - here
-    shards = check_integer("moe: shards", shards, 1, INT32_MAX, error=ShapeError)
+        last = check_integer(f"{op}: routed", routed, here, INT32_MAX, error=ShapeError) - here
+    shards = check_integer(f"{op}: shards", shards, 1, INT32_MAX, error=ShapeError)
     if x.shape[0] % shards:
-        raise ShapeError(f"moe: {x.shape[0]} tokens are not those of {shards} devices")
+        raise ShapeError(f"{op}: {x.shape[0]} tokens are not those of {shards} devices")
     if isinstance(first, jax.Array):
         chosen, first = chosen - check.array("first", first, "int32"), 0  # a kernel's `first` is static
-    first = check_integer("moe: first", first, 0, last, error=ShapeError)
+    first = check_integer(f"{op}: first", first, 0, last, error=ShapeError)
     routed = here if routed is None else int(routed)
-    return run("moe", MoeArguments(x, chosen, share, gate_up, down, limit, first, routed, shards), implementation)
+    return MoeArguments(x, chosen, share, gate_up, down, limit, first, routed, shards)
 
 
 def reference(arguments: MoeArguments) -> jax.Array:
     """Computes `moe` in `jnp`: every expert that is here, dequantised, on every token; those that chose it keep the
     result."""
-    x, chosen = arguments.x.astype(jnp.bfloat16), arguments.chosen
-    share = arguments.share.astype(jnp.float32)
+    x = arguments.x.astype(jnp.bfloat16)
+
+    def expert(multiply: Product, share: jax.Array) -> jax.Array:
+        gate, up = gates_and_ups(multiply(x, 0))
+        return share[:, None] * multiply(clamped_swiglu(gate, up, arguments.limit).astype(jnp.bfloat16), 1)
+
+    return summed(arguments, expert, fp4)
+
+
+Product: TypeAlias = Callable[[jax.Array, int], jax.Array]
+
+
+def gates_and_ups(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The first product's columns [T, 2 inter], taken apart: [T, inter] twice."""
+    tokens, width = rows.shape
+    both = rows.reshape(tokens, width // (2 * _TURN), 2, _TURN)
+    gate, up = (both[:, :, i].reshape(tokens, width // 2) for i in (0, 1))
+    return gate, up
+
+
+def summed(arguments: MoeArguments, expert: Callable[[Product, jax.Array], jax.Array], codec: ModuleType) -> jax.Array:
+    """The sum over the experts that are here of what each gives to tokens, [T, hidden], where they chose it.
+
+    `expert(multiply, share)`: its part, with every token's share [T] of it; `multiply(x, i)` multiplies bf16 rows by
+    its first or second matrix, dequantised.
+    """
+    tokens, chosen, share = arguments.x.shape[0], arguments.chosen, arguments.share.astype(jnp.float32)
 
     def product(x: jax.Array, tiles: jax.Array) -> jax.Array:
-        weights = fp4.decode(*fp4.unpack(tiles))
-        each = x.reshape(arguments.shards, x.shape[0] // arguments.shards, x.shape[1])
+        weights = codec.decode(*codec.unpack(tiles))
+        each = x.reshape(arguments.shards, tokens // arguments.shards, x.shape[1])
         out = lax.map(lambda x: jnp.einsum("tk,nk->tn", x, weights, preferred_element_type=jnp.float32), each)
-        return out.reshape(x.shape[0], weights.shape[0])
+        return out.reshape(tokens, weights.shape[0])
 
-    def add(sums: ExpertSums, expert: tuple[jax.Array, ...]) -> tuple[ExpertSums, None]:
-        number, done, gate_up, down = expert
-        both = product(x, gate_up).reshape(x.shape[0], arguments.inter // _TURN, 2, _TURN)
-        hidden = clamped_swiglu(both[:, :, 0], both[:, :, 1], arguments.limit).reshape(x.shape[0], arguments.inter)
-        result, counts = product(hidden.astype(jnp.bfloat16), down), chosen == number
-        part = jnp.where(counts, share, np.float32(0)).sum(1)[:, None] * result
+    def add(sums: ExpertSums, given: tuple[jax.Array, ...]) -> tuple[ExpertSums, None]:
+        number, done, *matrices = given
+        counts = chosen == number
+        part = expert(lambda x, i: product(x, matrices[i]), jnp.where(counts, share, np.float32(0)).sum(1))
         return sums.add(jnp.where(counts.any(1)[:, None], part, np.float32(0)), done), None
 
     here = arguments.down.shape[0]
     numbers = jnp.arange(arguments.first, arguments.first + here, dtype=jnp.int32)
     experts = numbers, ExpertSums.done(here, arguments.routed), arguments.gate_up, arguments.down
-    return lax.scan(add, ExpertSums.zeros(x.shape), experts)[0].total()
+    return lax.scan(add, ExpertSums.zeros(arguments.x.shape), experts)[0].total()
 
 
 class ExpertSums(NamedTuple):

@@ -13,7 +13,7 @@ import products
 import pytest
 
 from dsv4_jax.formats.activations import quantise_rows
-from dsv4_jax.formats.weights.fp8 import unswizzled
+from dsv4_jax.formats.weights.fp8_e4m3 import unpack
 
 from ..oracle import matrix_unit
 
@@ -97,7 +97,7 @@ class Library:
         out[some] = matrix_unit.dense(
             self.arrays[products.CODES][some],
             self.arrays[products.ROW_SCALES].T[some],
-            np.asarray(unswizzled(jnp.asarray(tiles))),
+            np.asarray(unpack(jnp.asarray(tiles), jnp.asarray(scales))[0]),
             scales.repeat(128, 0)[: self.rows],
             parts=parts if shape == 1 else 2 * parts,
             groups=self.groups,

@@ -11,21 +11,11 @@ import pytest
 from dsv4_jax.errors import ShapeError
 from dsv4_jax.formats.activations import ROW_BLOCK, dequantise_rows, quantise_rows
 
+from ..oracle.released import as_released
 from ..oracle.rows import LARGEST, _amax, _codes, _scale_exponent
 
 quantise = jax.jit(quantise_rows)
 ALL = np.arange(1 << 16, dtype=np.uint16).view(ml_dtypes.bfloat16)
-
-
-def as_released(x: np.ndarray, block: int = ROW_BLOCK, floor: float = 1e-4) -> tuple[np.ndarray, np.ndarray]:
-    """Finite rows by the released kernel's steps: amax times 1/448 in float32, its exponent rounded up by bits."""
-    blocks = x.astype(np.float32).reshape(len(x), -1, block)
-    amax = np.maximum(np.abs(blocks).max(-1), np.float32(floor))
-    bits = (amax * np.float32(1 / 448)).view(np.uint32)
-    field = (bits >> 23) + ((bits & 0x7FFFFF) != 0)
-    scale = (field << 23).astype(np.uint32).view(np.float32)
-    codes = np.clip(blocks / scale[..., None], -448, 448).astype(ml_dtypes.float8_e4m3fn)
-    return codes.view(np.uint8).reshape(x.shape), field.astype(np.uint8)
 
 
 def in_float64(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

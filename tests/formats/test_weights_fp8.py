@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from dsv4_jax.formats.weights import fp8
+from dsv4_jax.formats.weights import fp8, fp8_e4m3
 from dsv4_jax.formats.weights.fp8 import LARGEST_SCALE, TILE_BYTES
 
 from ..cuda.test_widths import CSRC, constants
@@ -79,11 +79,10 @@ def test_sizes_are_those_of_the_header() -> None:
     assert k["kFieldsExponent"] + LARGEST_SCALE == 254  # the greatest exponent of a bf16
 
 
-def test_swizzled_tiles_lie_as_the_matrix_units_read_them() -> None:
-    codes, _ = random_matrix(np.random.default_rng(3), 192, 384)
-    tiles = np.asarray(fp8.swizzled(codes))
+def test_tiles_for_rows_of_e4m3_lie_as_the_matrix_units_read_them() -> None:
+    codes, scales = random_matrix(np.random.default_rng(3), 192, 384)
+    tiles = np.asarray(fp8_e4m3.pack(codes, scales)[0])
     assert tiles.shape == (3, 3, TILE_BYTES)
     for row, column in ((0, 0), (1, 0), (7, 127), (64, 130), (191, 383), (77, 200)):
         at = row % 64 * 128 + ((column % 128 // 16) ^ (row % 8)) * 16 + column % 16
         assert tiles[row // 64, column // 128, at] == codes[row, column]
-    np.testing.assert_array_equal(np.asarray(fp8.unswizzled(tiles)), codes)

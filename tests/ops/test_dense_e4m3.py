@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax.formats.activations import quantise_rows
-from dsv4_jax.formats.weights.fp8 import swizzled
+from dsv4_jax.formats.weights.fp8_e4m3 import pack
 from dsv4_jax.ops import dense_e4m3
 
 from ..oracle import dense as oracle
@@ -35,7 +35,7 @@ def codes_of(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 class DenseE4m3Test(DenseTest):
     op = "dense_e4m3"
     multiply = jax.jit(dense_e4m3, static_argnames=STATIC)
-    laid = staticmethod(lambda codes, scales: (swizzled(codes), scales))
+    laid = staticmethod(pack)
     matrices = MATRICES
 
     def case(self, name: str, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

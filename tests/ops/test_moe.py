@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, ClassVar
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dsv4_jax import ops
 from dsv4_jax.errors import ShapeError
-from dsv4_jax.formats.weights.fp4 import gate_up_rows, pack
+from dsv4_jax.formats.weights import fp4
+from dsv4_jax.formats.weights.fp4 import gate_up_rows
 from dsv4_jax.ops import moe
 from dsv4_jax.ops.exchange import sum_in_pairs
 
@@ -17,32 +23,46 @@ from .op_test import OpTest
 
 HIDDEN, INTER, LIMIT = 512, 256, 1.0
 EXPERTS, TOP = 8, 6
-jit_moe = jax.jit(moe, static_argnames=("limit", "first", "routed", "implementation"))
+STATIC = ("limit", "first", "routed", "implementation")
 
 
 class MoeTest(OpTest):
+    """Attributes, to be replaced for `moe_e4m3`:
+
+    multiply: the op, jitted.
+    codec: of its weights.
+    oracle: what comes out in float64.
+    """
+
     op = "moe"
     tokens = 40
+    multiply: ClassVar[Callable[..., jax.Array]] = jax.jit(moe, static_argnames=STATIC)
+    codec: ClassVar[ModuleType] = fp4
+    oracle: ClassVar[ModuleType] = oracle
 
-    def run(self, *args: np.ndarray, first: int = 0, routed: int = 2 * EXPERTS) -> np.ndarray:
-        run = jit_moe(*args, limit=LIMIT, first=first, routed=routed, implementation=self.implementation)
-        return np.asarray(run)
+    def run(self, *args: Any, first: int = 0, routed: int = 2 * EXPERTS) -> np.ndarray:
+        settings = dict(limit=LIMIT, first=first, routed=routed, implementation=self.implementation)
+        return np.asarray(type(self).multiply(*args, **settings))
 
     def case(self, tokens: int) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...], list[dict]]:
         """x, chosen and share; packed weights; and these as released."""
         rng = np.random.default_rng(1)
         weights = oracle.random_weights(rng, EXPERTS, HIDDEN, INTER)
         parts = [[np.stack([w[name][i] for w in weights]) for name in oracle.NAMES] for i in (0, 1)]
-        (gate_up,) = pack(*(gate_up_rows(gate, up) for gate, up, _ in parts))
+        (gate_up,) = self.codec.pack(*(gate_up_rows(gate, up) for gate, up, _ in parts))
         x = rng.standard_normal((tokens, HIDDEN)).astype(jnp.bfloat16)
         chosen = rng.permuted(np.tile(np.arange(2 * EXPERTS, dtype=np.int32), (tokens, 1)), axis=1)[:, :TOP]
-        return (x, chosen, rng.random((tokens, TOP), np.float32)), (gate_up, *pack(*(x for _, _, x in parts))), weights
+        return (
+            (x, chosen, rng.random((tokens, TOP), np.float32)),
+            (gate_up, *self.codec.pack(*(x for _, _, x in parts))),
+            weights,
+        )
 
     @pytest.mark.parametrize("first", [0, 4])
     def test_against_float64_and_among_others(self, first: int) -> None:
         (x, chosen, share), packed, weights = self.case(self.tokens)
         got = self.run(x, chosen, share, *packed, first=first)
-        want = oracle.experts(x.astype(np.float64), chosen, share, weights, LIMIT, first)
+        want = self.oracle.experts(x.astype(np.float64), chosen, share, weights, LIMIT, first)
         assert got.dtype == np.float32 and np.linalg.norm(got - want) <= 2e-3 * np.linalg.norm(want)
         x[:7], chosen[:7], share[:7] = x[20:27] * 3, chosen[20:27], share[20:27]
         among = self.run(x, chosen, share, *packed, first=first)
@@ -54,14 +74,8 @@ class MoeTest(OpTest):
         whole = self.run(x, chosen % EXPERTS, share, *packed, routed=EXPERTS)
         here = EXPERTS // 4
         parts = [
-            jit_moe(
-                x,
-                chosen % EXPERTS - first,
-                share,
-                *(weights[first : first + here] for weights in packed),
-                limit=LIMIT,
-                routed=EXPERTS,
-                implementation=self.implementation,
+            self.run(
+                x, chosen % EXPERTS - first, share, *(part[first : first + here] for part in packed), routed=EXPERTS
             )
             for first in range(0, EXPERTS, here)
         ]
@@ -74,7 +88,7 @@ class MoeTest(OpTest):
         chosen[:] = [2, 1, 2, 3, 2, 1]
         chosen[1::3] = [3, -1, 3, 2**31 - 1, 12, -(2**31)]
         few = [part[:4] for part in packed]
-        want = oracle.experts(x.astype(np.float64), chosen, share, weights[:4], LIMIT)
+        want = self.oracle.experts(x.astype(np.float64), chosen, share, weights[:4], LIMIT)
         for _ in range(2):  # the second finds in its memory what the first has left
             got = self.run(x, chosen, share, *few)
             assert np.linalg.norm(got - want) <= 2e-3 * np.linalg.norm(want)
@@ -119,8 +133,9 @@ def test_no_tokens() -> None:
         ({"down": jnp.zeros((8, 8, 3, 4352), jnp.uint8)}, "x has 512 columns; .* are not experts of 512 x 384"),
     ],
 )
-def test_arguments_are_named(changes: dict, message: str) -> None:
+@pytest.mark.parametrize("op", [ops.moe, ops.moe_e4m3])
+def test_arguments_are_named(op: Callable[..., jax.Array], changes: dict, message: str) -> None:
     good = {"x": jnp.zeros((2, HIDDEN)), "chosen": jnp.zeros((2, TOP), jnp.int32), "share": jnp.zeros((2, TOP))}
     weights = {"gate_up": jnp.zeros((8, 8, 4, 4352), jnp.uint8), "down": jnp.zeros((8, 8, 2, 4352), jnp.uint8)}
-    with pytest.raises(ShapeError, match=f"moe: {message}"):
-        moe(**(good | weights | {"limit": LIMIT} | changes))
+    with pytest.raises(ShapeError, match=f"{op.__name__}: {message}"):
+        op(**(good | weights | {"limit": LIMIT} | changes))

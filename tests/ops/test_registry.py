@@ -183,6 +183,7 @@ EXAMPLES: dict[str, Callable[[], Iterator[Any]]] = {
         )
         for hidden in (512, 384)
     ),
+    "moe_e4m3": lambda: EXAMPLES["moe"](),
     "normalise": lambda: (
         NormaliseArguments(floats(2, 64), floats(64), 1e-6, jnp.dtype(dtype)) for dtype in (jnp.float32, jnp.bfloat16)
     ),

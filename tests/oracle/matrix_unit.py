@@ -9,9 +9,12 @@ Nothing depends on the order of the columns, on the other rows and columns, or o
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 
-__all__ = ["add_products", "dense", "parts_of"]
+from .rows import E2M1
+
+__all__ = ["add_products", "dense", "expert_product", "parts_of"]
 
 DEPTH, BLOCK = 32, 128  # columns of a product of the unit; of a scale
 BITS = 13  # behind the point
@@ -64,9 +67,10 @@ def dense(
     promote: int = BLOCK,
 ) -> np.ndarray:
     """[T, groups * K] codes and float32 scales [T, groups * K / 128] times [N, K] and float32 scales [N, K / 128], of
-    each of the weights' rows: [T, N] float32. `promote`: columns that the unit adds up; tests vary it.
+    each of the weights' rows, or [N, K / promote]: [T, N] float32. `promote`: columns that the unit adds up.
     """
     count, columns = weights.shape
+    of_weights = columns // scales.shape[1]
     size, out = count // groups, np.zeros((len(x), count), np.float32)
     for group in range(groups):
         rows = slice(group * size, (group + 1) * size)
@@ -77,7 +81,32 @@ def dense(
                 sums = np.zeros_like(total)
                 for i in range(k, k + promote, DEPTH):
                     sums = add_products(x[:, first + i : first + i + DEPTH], weights[rows, i : i + DEPTH], sums)
-                factor = row_scales[:, (first + k) // BLOCK, None] * scales[rows, k // BLOCK][None]
+                factor = row_scales[:, (first + k) // BLOCK, None] * scales[rows, k // of_weights][None]
                 total = total + sums * factor  # the product by a power of two is exact: one rounding, as a fused one
             out[:, rows] = total if part == 0 else out[:, rows] + total
     return out
+
+
+def expert_product(
+    x: np.ndarray, row_scales: np.ndarray, codes: np.ndarray, scales: np.ndarray, promote: int | None = None
+) -> np.ndarray:
+    """The sums of e4m3 rows with an expert's FP4 matrix as released: codes [N, K / 2] and scales [N, K / 32].
+
+    Widened to e4m3 with a scale per row and 128 columns, 2^-6 times the greatest of those of groups that are not zero,
+    where no 128 columns of the matrix span more than 2^14; else 32 columns are added up at a time (`promote`: tests ask
+    for either). All of K is one part: experts have tiles enough.
+    """
+    pairs = np.stack([codes & 15, codes >> 4], -1).reshape(len(codes), -1)
+    magnitude = E2M1[pairs & 7].reshape(len(codes), -1, 4, 32)
+    exponents = np.where(magnitude.any(-1), scales.reshape(len(codes), -1, 4).astype(np.int64) - 127, LOWEST)
+    most = exponents.max(-1, keepdims=True)
+    least = np.where(exponents == LOWEST, most, exponents).min(-1, keepdims=True)
+    promote = promote or (BLOCK if (most - least).max() <= 14 else 32)
+    block = np.where(most == LOWEST, 0, most - 6) if promote == BLOCK else np.where(exponents == LOWEST, 0, exponents)
+    factor = np.where(exponents == LOWEST, 0, exponents - block)
+    values = magnitude * np.exp2(factor)[..., None]
+    signed = np.where(pairs & 8, -1, 1) * values.reshape(pairs.shape)
+    widened = signed.astype(ml_dtypes.float8_e4m3fn)
+    assert (widened.astype(np.float64) == signed).all(), "a code was lost"
+    of_rows = np.exp2(block.reshape(len(codes), -1)).astype(np.float32)
+    return dense(x, row_scales, widened.view(np.uint8), of_rows, parts=1, promote=promote)

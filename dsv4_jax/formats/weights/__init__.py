@@ -4,6 +4,9 @@
 | fp8    | e4m3 codes, an e8m0 scale per 128 x 128                  | codes in tiles of 64 x 128; scales as is  | 8.0  |
 | fp4    | e2m1 codes, two a byte, an e8m0 scale per row and 32     | both in tiles of 64 x 128                 | 4.25 |
 
+Each is there once more, `fp8_e4m3` and `fp4_e4m3`, in the order in which products with rows of e4m3
+(`formats.activations`) read it; which form a matrix is held in says what its products round rows to.
+
 The device holds the released bits in another order, the one in which the CUDA kernels read them; a format's codec, the
 module that its entry names (`fp8`, `fp4`), packs them so in `jnp`, and is the contract of the kernels. An e8m0 scale is
 2^(code - 127). Nothing here imports jax.
@@ -55,6 +58,7 @@ class WeightFormat:
         tile: rows and columns come in multiples of these.
         largest_scale: the greatest scale code that kernels can represent; greater ones, NaN among them, are refused.
         parts: what the device holds.
+        rows: what products with such weights take rows in, "bf16" or "e4m3".
         module: the codec, an importable module: `encode` of a float matrix and `decode` to one, of codes and scales as
             released; `pack` to the parts and `unpack`. Matrices may have axes before their two. `draw` gives the parts
             of a random matrix.
@@ -68,6 +72,7 @@ class WeightFormat:
     largest_scale: int
     parts: tuple[WeightPart, ...]
     module: str
+    rows: str = "bf16"
 
     @property
     def codec(self) -> ModuleType:
@@ -102,21 +107,15 @@ class WeightFormat:
         return sum(math.prod(shape) for shape in self.packed(rows, columns))
 
 
-WEIGHT_FORMATS: dict[str, WeightFormat] = {
-    fmt.name: fmt
-    for fmt in (
-        WeightFormat(
-            "fp8",
-            "e4m3",
-            1,
-            (128, 128),
-            (64, 128),
-            134,
-            (WeightPart("codes", 64, 128, 8192), WeightPart("scales", 128, 128)),
-            f"{__name__}.fp8",
-        ),
-        WeightFormat(
-            "fp4", "e2m1", 2, (1, 32), (64, 128), 128, (WeightPart("tiles", 64, 128, 4352),), f"{__name__}.fp4"
-        ),
+def _formats(rows: str, suffix: str = "") -> tuple[WeightFormat, WeightFormat]:
+    fp8 = WeightPart("codes", 64, 128, 8192), WeightPart("scales", 128, 128)
+    fp4 = (WeightPart("tiles", 64, 128, 4352),)
+    names = f"fp8{suffix}", f"fp4{suffix}"
+    modules = tuple(f"{__name__}.{name}" for name in names)
+    return (
+        WeightFormat(names[0], "e4m3", 1, (128, 128), (64, 128), 134, fp8, modules[0], rows),
+        WeightFormat(names[1], "e2m1", 2, (1, 32), (64, 128), 128, fp4, modules[1], rows),
     )
-}
+
+
+WEIGHT_FORMATS: dict[str, WeightFormat] = {fmt.name: fmt for fmt in (*_formats("bf16"), *_formats("e4m3", "_e4m3"))}

@@ -12,10 +12,6 @@ A tile is [32 columns, thread 0..127, word 0..3]. Thread 32 w + 4 r + q has, of 
 bf16, sign at bit 15 and magnitude at bits 10 to 4 of either half. The first pair lies there in the first word, the
 second in the second; the third (4 bits lower) and the fourth (4 bits higher, round the end of the word) take the bits
 that these leave free in both words.
-
-Products with rows of e4m3 (csrc's dense_e4m3 kernels) need no decoding, and read tiles of the same size whose codes lie
-as the matrix units read them: `swizzled` makes them. Row r of a tile is 128 bytes, its 16 columns from 16 c on at place
-c ^ (r % 8) of them.
 """
 
 from __future__ import annotations
@@ -41,9 +37,8 @@ __all__ = [
     "draw",
     "encode",
     "pack",
-    "swizzled",
+    "random_matrix",
     "unpack",
-    "unswizzled",
 ]
 
 TILE_ROWS, TILE_COLUMNS, TILE_BYTES = 64, 128, 8192
@@ -51,7 +46,6 @@ BLOCK = 128  # rows, and columns, of a scale
 LARGEST_SCALE = 134  # code of 2^7; 2^120 times more is no bf16
 _THIRD, _FOURTH = np.uint32(0x080F080F), np.uint32(0x70007000)  # their bits that lie in the first word
 _SHIFT, _TURN = 4, 8
-_CHUNKS = 8  # of 16 columns in a row of a swizzled tile, and rows after which it repeats
 # Axes of codes [tile, w, h, r, step, part, product, c, q] as those of words [tile, step, part, w, r, q, product, c, h].
 _WORD_AXES = (0, 4, 5, 1, 3, 8, 6, 7, 2)
 _PACKED_AXES = tuple(int(i) for i in np.argsort(_WORD_AXES))  # the other way
@@ -85,23 +79,14 @@ def pack(codes: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
     return tiles.reshape(rows // TILE_ROWS, columns // TILE_COLUMNS, TILE_BYTES), scales
 
 
-def swizzled(codes: jax.Array) -> jax.Array:
-    """Lays codes [N, K] out for products with rows of e4m3: [N / 64, K / 128, 8192] uint8, the same bits elsewhere."""
-    rows, columns = codes.shape
-    chunks = codes.reshape(rows // TILE_ROWS, TILE_ROWS, columns // TILE_COLUMNS, TILE_COLUMNS).swapaxes(1, 2)
-    return _turn_chunks(chunks).reshape(rows // TILE_ROWS, columns // TILE_COLUMNS, TILE_BYTES)
-
-
-def unswizzled(tiles: jax.Array) -> jax.Array:
-    """Returns the codes [N, K] of tiles that `swizzled` made."""
-    count, steps, _ = tiles.shape
-    chunks = _turn_chunks(tiles.reshape(count, steps, TILE_ROWS, TILE_COLUMNS))
-    return chunks.swapaxes(1, 2).reshape(count * TILE_ROWS, steps * TILE_COLUMNS)
-
-
 def draw(key: jax.Array, rows: int, columns: int) -> tuple[jax.Array, jax.Array]:
     """Returns the parts of a random matrix of unit gain: a normal one, encoded."""
-    return pack(*encode(jax.random.normal(key, (rows, columns)) * np.float32(columns**-0.5)))
+    return pack(*random_matrix(key, rows, columns))
+
+
+def random_matrix(key: jax.Array, rows: int, columns: int) -> tuple[jax.Array, jax.Array]:
+    """Returns codes and scales of a normal matrix of unit gain."""
+    return encode(jax.random.normal(key, (rows, columns)) * np.float32(columns**-0.5))
 
 
 def unpack(packed: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -115,13 +100,6 @@ def unpack(packed: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
     spread = _bits(ends[..., 1], 8) << np.uint8(4) | _bits(high[..., ::-1, :], 0x70) | _bits(ends[..., 0], 15)
     pairs = jnp.concatenate([whole, spread], -2).reshape(*x.shape[:-3], 2, 2, 2)  # c, h, half
     return pairs.transpose(*_PACKED_AXES, pairs.ndim - 1).reshape(tiles * TILE_ROWS, steps * TILE_COLUMNS), scales
-
-
-def _turn_chunks(tiles: jax.Array) -> jax.Array:
-    """[tiles, steps, 64, 128] with the 16 columns at c of row r where those at c ^ (r % 8) were: its own inverse."""
-    chunk = np.arange(_CHUNKS)
-    chunks = tiles.reshape(*tiles.shape[:2], TILE_ROWS // _CHUNKS, _CHUNKS, _CHUNKS, -1)
-    return jnp.asarray(chunks)[:, :, :, chunk[:, None], chunk[:, None] ^ chunk].reshape(tiles.shape)
 
 
 def _bits(x: jax.Array, mask: int) -> jax.Array:

@@ -1,0 +1,76 @@
+"""moe_e4m3 against fake-quantised float64 and the simulated unit. Subclass `MoeE4m3Test` to test a kernel."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from dsv4_jax.formats.weights import fp4_e4m3
+from dsv4_jax.ops import moe_e4m3
+
+from ..oracle import experts as plain
+from ..oracle import matrix_unit, released
+from .test_moe import HIDDEN, INTER, LIMIT, STATIC, MoeTest
+
+
+class MoeE4m3Test(MoeTest):
+    op = "moe_e4m3"
+    multiply = jax.jit(moe_e4m3, static_argnames=STATIC)
+    codec = fp4_e4m3
+    oracle = released
+
+
+class TestMoeE4m3(MoeE4m3Test):
+    implementation = "xla"
+    test_devices_with_a_part_of_the_experts = None  # as of `moe`: its sums are these
+
+    def test_is_what_rounding_makes_of_moe(self) -> None:
+        """2.6e-2 a product; the share before the second rounding, and blocks of 128 columns, are seen."""
+        (x, chosen, share), packed, weights = self.case(self.tokens)
+        got, exact = self.run(x, chosen, share, *packed), plain.experts(x, chosen, share, weights, LIMIT)
+        assert 2e-2 < np.linalg.norm(got - exact) / np.linalg.norm(exact) < 6e-2
+        ones = np.ones_like(share)
+        each = [self.run(x, np.where(np.arange(6) == i, chosen, -1), ones, *packed) for i in range(6)]
+        after = sum(share[:, i, None] * part for i, part in enumerate(each))
+        assert np.linalg.norm(got - after) > 5e-3 * np.linalg.norm(got)
+
+
+@pytest.mark.parametrize("promote", [128, 32])
+def test_the_unit_has_the_same_products(promote: int) -> None:
+    """One expert in the canonical form: its first product from the same rows, its second from the same codes."""
+    rng = np.random.default_rng(3)
+    (weights,) = plain.random_weights(rng, 1, HIDDEN, INTER)
+    x = released.bf16(rng.standard_normal((3, HIDDEN)))
+    codes, scales = released.as_released(x)
+    row_scales = np.exp2(scales.astype(np.float32) - 127)
+    first = [matrix_unit.expert_product(codes, row_scales, *weights[name], promote) for name in ("gate", "up")]
+    for sums, name in zip(first, ("gate", "up"), strict=True):
+        want = released.rounded(x) @ plain.dequantised(*weights[name]).T
+        assert 0 < np.linalg.norm(sums - want) <= 3e-4 * np.linalg.norm(want)
+    weight = np.float32(0.7)
+    hidden = released.bf16(released.swiglu(*first, LIMIT, weight))
+    codes, scales = released.as_released(hidden)
+    second = matrix_unit.expert_product(codes, np.exp2(scales.astype(np.float32) - 127), *weights["down"], promote)
+    want = hidden @ plain.dequantised(*weights["down"]).T
+    assert 0 < np.linalg.norm(second - want) <= 3e-4 * np.linalg.norm(want)
+
+
+def test_how_an_expert_is_added_up() -> None:
+    """What spans more than 2^14 in one row is promoted every 32 columns, and then so is the matrix; bits differ."""
+    rng = np.random.default_rng(4)
+    ((codes, scales),) = (w["down"] for w in plain.random_weights(rng, 1, HIDDEN, INTER))
+    x = rng.standard_normal((3, INTER)).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    ones = np.ones((3, INTER // 128), np.float32)
+    assert np.array_equal(
+        matrix_unit.expert_product(x, ones, codes, scales), matrix_unit.expert_product(x, ones, codes, scales, 128)
+    )
+    scales[7, 2] = scales[7, 0] - 16
+    got, by_32 = (matrix_unit.expert_product(x, ones, codes, scales, promote) for promote in (None, 32))
+    np.testing.assert_array_equal(got, by_32)
+    with pytest.raises(AssertionError, match="a code was lost"):
+        matrix_unit.expert_product(x, ones, codes, scales, 128)
+    assert np.asarray(fp4_e4m3.spans(codes, scales)).max() > fp4_e4m3.MAX_SPAN
+    assert not jnp.any(fp4_e4m3.widened(jnp.asarray(codes), jnp.asarray(scales))[2])
