@@ -20,13 +20,13 @@ __all__ = ["Handle", "Loops", "Waiter"]
 FAIR = 5e-3  # seconds: so long a thread that computes keeps the interpreter from others
 
 
-class Event(Protocol):
+class _Event(Protocol):
     """An `asyncio.Event`, or what is told in its place."""
 
     def set(self) -> None: ...
 
 
-Waiter = tuple[asyncio.AbstractEventLoop, Event]
+Waiter = tuple[asyncio.AbstractEventLoop, _Event]
 
 
 class Handle:
@@ -128,7 +128,7 @@ class Handle:
             if self._left:
                 self.abort()
 
-    def reader(self, loop: asyncio.AbstractEventLoop, event: Event) -> Callable[[], list[Output]]:
+    def reader(self, loop: asyncio.AbstractEventLoop, event: _Event) -> Callable[[], list[Output]]:
         """For who reads many requests at once: what it returns gives the outputs since it was last called.
 
         `event`, which all of them may share, is set in `loop` when there are some. Nothing is aborted.
@@ -178,7 +178,7 @@ class Loops:
 
     def wake(self, waiters: Iterable[Waiter]) -> None:
         """Has these events set. From any thread."""
-        found: dict[asyncio.AbstractEventLoop, set[Event]] = {}
+        found: dict[asyncio.AbstractEventLoop, set[_Event]] = {}
         for loop, event in waiters:
             found.setdefault(loop, set()).add(event)
         for loop, events in found.items():
@@ -208,7 +208,7 @@ class _Called:
 
     __slots__ = ("events", "ran", "waited")
 
-    def __init__(self, events: set[Event]):
+    def __init__(self, events: set[_Event]):
         self.events, self.ran, self.waited = events, threading.Event(), False
 
     def wait(self) -> None:

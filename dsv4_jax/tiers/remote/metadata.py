@@ -48,8 +48,8 @@ class PoolMetadata:
         Raises:
             LayoutError: both kinds of records do not mean the same in it; says what differs.
         """
-        theirs = self.snapshot_fingerprint
-        there = next((each for each in snapshot_layouts(layout) if each.snapshot_fingerprint == theirs), layout)
+        theirs, others = self.snapshot_fingerprint, snapshot_layouts(layout)[1:]
+        there = next((each for each in (layout, *others) if each.snapshot_fingerprint == theirs), layout)
         pairs = {
             "blocks": (self.block_fingerprint, layout.block_fingerprint),
             "snapshots": (self.snapshot_fingerprint, there.snapshot_fingerprint),
