@@ -169,6 +169,7 @@ def _engine(args: argparse.Namespace, model: Model, opened: contextlib.ExitStack
     tensor = args.tensor or args.devices
     placed, shards = place(args, model, tensor), args.devices // tensor
     weights_id = weights_name(args.checkpoint, placed.form)
+    stores = opened.enter_context(open_stores(args.store, model.layout))
     engine = open_engine(
         opened,
         args,
@@ -177,10 +178,18 @@ def _engine(args: argparse.Namespace, model: Model, opened: contextlib.ExitStack
         freeze=True,
         max_requests=-(-args.max_requests // shards),
         host=host_size(args, model.layout, shards),
-        stores=opened.enter_context(open_stores(args.store, model.layout)),
+        stores=stores,
         weights_id=weights_id,
         limits=Limits(queued=args.queue),
     )
+
+    def keep() -> None:
+        """What is still on the device goes to the stores as well."""
+        if engine.health().live:
+            engine.sleep()
+
+    if stores is not None:
+        opened.callback(keep)
 
     def update(checkpoint: str, name: str) -> None:
         from ..model import load_hf
