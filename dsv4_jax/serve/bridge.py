@@ -19,7 +19,16 @@ import msgspec
 import numpy as np
 
 from ..engine import Engine, Output, Prompt
-from ..errors import CacheError, ContextLimitError, EngineError, QueueFullError, RequestError
+from ..errors import (
+    CacheError,
+    CheckpointError,
+    ConfigError,
+    ContextLimitError,
+    EngineError,
+    FileError,
+    QueueFullError,
+    RequestError,
+)
 from ..manager import Namespace
 from . import wire
 from .masks import Masks
@@ -63,6 +72,7 @@ class Bridge:
         self._problem: BaseException | None = None
         self._sampling = _sampling_class()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._writers: set[asyncio.StreamWriter] = set()
         self._thread = threading.Thread(target=self._run, name="dsv4-bridge", daemon=True)
         self._thread.start()
         self._ready.wait()
@@ -106,6 +116,7 @@ class Bridge:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
+        self._writers.add(writer)
         session = _Session(self, writer)
         try:
             await session.run(reader)
@@ -113,6 +124,7 @@ class Bridge:
             pass
         finally:
             self._tasks.discard(task)
+            self._writers.discard(writer)
             session.close()
             writer.close()
 
@@ -158,8 +170,18 @@ class Bridge:
         elif name == "reset_prefix_cache":
             engine.forget()
         elif self.update is not None:
-            self.update(arguments["checkpoint"], arguments["weights_id"])
+            try:
+                self.update(arguments["checkpoint"], arguments["weights_id"])
+            except (CheckpointError, ConfigError, FileError) as error:
+                raise RequestError(f"checkpoint: {error}") from error
+            self._loop.call_soon_threadsafe(self._rename, arguments["weights_id"])
         return {}
+
+    def _rename(self, weights_id: str) -> None:
+        """Tells all frontends of the weights in use."""
+        self.hello = msgspec.structs.replace(self.hello, weights_id=weights_id)
+        for writer in self._writers:
+            writer.write(wire.pack(self.hello))
 
 
 class _Session:

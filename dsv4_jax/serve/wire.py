@@ -62,7 +62,7 @@ class Call(msgspec.Struct, array_like=True, tag="call"):
 
 
 class Hello(msgspec.Struct, array_like=True, tag="hello"):
-    """The engine's first words.
+    """The engine's first words, and what it says anew when its weights have changed.
 
     Attributes:
         vocab_size: ids are below.

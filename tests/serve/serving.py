@@ -66,6 +66,7 @@ class Stand:
         queue_tokens: int = 1 << 22,
         frontends: int = 1,
         on_get: Callable[[], object] = lambda: None,
+        update: Callable[[str, str], None] | None = None,
         **config: Any,
     ):
         from dsv4_jax.serve.config import Config
@@ -96,6 +97,7 @@ class Stand:
         self.url = f"http://127.0.0.1:{self.port}"
         masks = grammars_of(folder, vocab_size)
         self._facts = dict(vocab_size=vocab_size, context=self.context, grammar=masks, queue_tokens=queue_tokens)
+        self._facts |= dict(weights_id="first", update=update)
         if attach:
             self.attach()
             wait_for(lambda: self.get("/ready")[0] == 200)

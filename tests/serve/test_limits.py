@@ -18,6 +18,7 @@ import urllib.request
 import pytest
 
 from dsv4_jax.engine import Handle, Limits
+from dsv4_jax.errors import CheckpointError
 
 from .serving import Stand, wait_for
 
@@ -186,17 +187,49 @@ def with_byte(connection: socket.socket) -> None:
 
 
 def test_a_frontend_that_dies_takes_its_requests_along(tmp_path):
-    with Stand(tmp_path, on_get=slow) as stand:
-        connection = opened(stand, "/v1/completions", LONG | {"stream": True})
-        wait_for(lambda: stand.engine.stats().live == 1)
-        (pid,) = stand.server.pids
-        os.kill(pid, signal.SIGKILL)
-        began = time.monotonic()
+    """Beside another, which goes on meanwhile."""
+    with Stand(tmp_path, frontends=2, on_get=slow) as stand:
+        bridge = stand.server._bridge
+        assert bridge is not None
+        wait_for(lambda: len(bridge._tasks) == 2)
+        connections = [opened(stand, "/v1/completions", LONG | {"stream": True}) for _ in range(4)]
+        wait_for(lambda: stand.engine.stats().live == 4)
+        before = stand.server.pids
+        for pid in before:
+            os.kill(pid, signal.SIGKILL)
+            assert stand.post("/v1/completions", LONG | {"max_tokens": 2})[0] == 200  # by the other
+            wait_for(lambda: len(bridge._tasks) == 2 and len(stand.server.pids) == 2)  # a third has taken its place
         stand.idle()
-        assert time.monotonic() - began < 5
-        wait_for(lambda: stand.get("/ready")[0] == 200)  # another has taken its place
-        assert stand.server.pids != [pid] and stand.post("/v1/completions", LONG | {"max_tokens": 2})[0] == 200
-        connection.close()
+        assert stand.engine.stats().counts["ended_abort"] == 4
+        assert not {*stand.server.pids} & {*before} and stand.get("/ready")[0] == 200
+        for connection in connections:
+            connection.close()
+
+
+def test_other_weights_are_another_fingerprint(tmp_path):
+    """Of all frontends. (Those of a model: `test_command.py`.)"""
+    told = list[tuple[str, str]]()
+
+    def update(checkpoint: str, name: str) -> None:
+        if checkpoint == "nowhere":
+            raise CheckpointError("no such config.json: nowhere")
+        told.append((checkpoint, name))
+
+    with Stand(tmp_path, frontends=2, admin=True, update=update) as stand:
+        bridge = stand.server._bridge
+        assert bridge is not None
+        wait_for(lambda: len(bridge._tasks) == 2)
+
+        def prints() -> set[str]:
+            asked = LONG | {"max_tokens": 1}
+            return {stand.post("/v1/completions", asked)[1]["system_fingerprint"] for _ in range(12)}
+
+        before = prints()
+        status, said = stand.post("/update_weights", {"checkpoint": "nowhere", "weights_id": "second"})
+        assert status == 400 and "config.json" in said["error"]["message"] and prints() == before
+        assert stand.post("/update_weights", {"checkpoint": "there", "weights_id": "second"})[0] == 200
+        assert told == [("there", "second")]
+        wait_for(lambda: len(after := prints()) == 1 and after != before)
 
 
 def test_an_engine_that_ends_is_told_of(tmp_path):
