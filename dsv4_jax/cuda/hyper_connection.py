@@ -21,6 +21,8 @@ STREAMS, WIDTHS, MAX_TOKENS = 4, (4096, 7168), 2**17
 def supports(arguments: HyperConnectionArguments) -> str | None:
     """Says why the kernel cannot take these arguments; None if it can."""
     tokens, n, width = arguments.streams.shape
+    if arguments.streams.dtype != jnp.float32:
+        return f"it takes streams of float32, not {arguments.streams.dtype}"
     if n != STREAMS or width not in WIDTHS:
         return f"it takes {STREAMS} streams of {' or '.join(map(str, WIDTHS))} channels, not {n} of {width}"
     return f"it takes up to {MAX_TOKENS} tokens, not {tokens}" if tokens > MAX_TOKENS else None

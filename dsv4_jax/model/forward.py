@@ -25,6 +25,7 @@ from .head import head
 from .hyper_connections import Residual, read
 from .moe import moe
 from .numerics import activations
+from .released import is_released
 from .sampling import Sampled, log_probabilities, sample_rows
 from .weights.params import Params
 
@@ -365,5 +366,5 @@ def _one_token_each(plan: StepPlan | PackedPlan) -> StepPlan:
 
 def embed(params: Params, tokens: jax.Array, cfg: DSV4Config) -> Residual:
     """Starts every stream as the token's embedding. [T] -> [T, n, hidden]"""
-    x = params["embed"][tokens].astype(jnp.float32)
+    x = params["embed"][tokens].astype(jnp.bfloat16 if is_released(params) else jnp.float32)
     return Residual(jnp.broadcast_to(x[:, None], (x.shape[0], cfg.hc_mult, x.shape[1])))

@@ -24,7 +24,7 @@ class Residual(NamedTuple):
     """The residual between two blocks. A pytree whose arrays all begin with the axis of tokens.
 
     Attributes:
-        streams: [T, n, hidden] float32.
+        streams: [T, n, hidden] float32; bfloat16 in the released numerics.
         written: the last block's output, not in the streams yet; None before the first.
     """
 

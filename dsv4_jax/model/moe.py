@@ -41,6 +41,8 @@ def moe(p: Params, x: jax.Array, tokens: jax.Array, cfg: DSV4Config) -> tuple[tu
         both, down = products(p["shared"], "of_token", x), p["shared"]["down"]
         dtype = jnp.bfloat16 if down.dtype == jnp.bfloat16 else jnp.float32  # what `linear` takes
         shared = linear(ops.swiglu(both["gate"], both["up"], limit=cfg.swiglu_limit, dtype=dtype), down)
+        if isinstance(down, Quantised) and down.format.rows == "e4m3":
+            return ((out + shared).astype(jnp.bfloat16).astype(jnp.float32),), chosen
         return (out, shared), chosen
     return (out,), chosen
 
@@ -49,12 +51,13 @@ def _dispatched(p: Params, x: jax.Array, tokens: jax.Array, cfg: DSV4Config) -> 
     gate, picks = p["gate"], {"chosen": p["tid2eid"][tokens]} if "tid2eid" in p else {"bias": p["gate_bias"]}
     logits = ops.dense_bf16(x, gate) if gate.dtype == jnp.bfloat16 else linear(x, gate)
     chosen, share = ops.route(logits, **picks, top=cfg.num_experts_per_tok, scale=cfg.routed_scaling_factor)
+    experts = ops.moe_e4m3 if p["experts"]["down"].format.rows == "e4m3" else ops.moe
     ((gate_up,), (down,)) = (p["experts"][name].parts for name in ("gate_up", "down"))
     split = split_of(p)
     place = {"first": split.first(down.shape[0]), "routed": cfg.n_routed_experts, "shards": split.data}
 
     def run(x: jax.Array, chosen: jax.Array, share: jax.Array) -> jax.Array:
-        return ops.moe(x, chosen, share, gate_up, down, limit=cfg.swiglu_limit, **place)
+        return experts(x, chosen, share, gate_up, down, limit=cfg.swiglu_limit, **place)
 
     every = split.all_tokens(x.astype(jnp.bfloat16), chosen, share)
     return split.own_sums(in_tiles(run, MAX_TOKENS, *every)), chosen

@@ -43,15 +43,20 @@ def product(
 ) -> jax.Array:
     """Does `ops.dense_fp8` for any number of rows: [T, groups * in] -> [T, out] of `dtype`.
 
+    With weights that are held for rows of e4m3 `ops.dense_e4m3`, rounded to bfloat16 (`model/released.py`).
+
     Where the CUDA kernels run a row's bits depend on no other row: in a prefill they are those of a decode step,
     whatever is scheduled beside it. What that costs against a cuBLAS product is in docs/kernels.md.
 
     Raises:
         ShapeError: the weights are not fp8, or x does not fit them.
     """
-    if weight.format != FP8:
+    if weight.format.code != FP8.code:
         raise ShapeError(f"a dense product with {weight.format.name} weights: only {FP8.name} ones have it")
     settings: dict[str, Any] = {"groups": groups, "dtype": jnp.dtype(dtype), "whole_rows": weight.whole_rows}
+    if weight.format.rows == "e4m3":  # as released results are bfloat16, whatever they are widened to
+        settings["dtype"] = jnp.dtype(jnp.bfloat16)
+        return in_tiles(lambda x: ops.dense_e4m3(x, *weight.parts, **settings), MAX_ROWS, x).astype(dtype)
     return in_tiles(lambda x: ops.dense_fp8(x, *weight.parts, **settings), MAX_ROWS, x)
 
 

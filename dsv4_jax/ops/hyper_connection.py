@@ -89,7 +89,8 @@ def hyper_connection(
     (docs/model.md, Hyper-connections; `mix`, `pre`, `post` and `comb` are as there.)
 
     Args:
-        streams: [T, n, D] float32.
+        streams: [T, n, D] float32; or bfloat16, to which then new streams are rounded before they are mixed, and the
+            mix before it is normalised, as the released model does.
         fn: [(2 + n) n, n D] float32, the rows of `pre`, `post` and `comb`.
         vector: float32, `connection_vector` of the weights [D] of the RMSNorm that the block begins with, base
             [(2 + n) n], and scale [3], of `pre`, `post` and `comb`.
@@ -101,7 +102,7 @@ def hyper_connection(
 
     Returns:
         x: [T, D] of `dtype`, the block's input.
-        streams: [T, n, D] float32, with the output of the block before.
+        streams: [T, n, D] of their dtype, with the output of the block before.
         post, comb: [T, n] and [T, n, n] float32, for the block's own `Written`.
 
     Raises:
@@ -160,7 +161,8 @@ def _checked(
     dtype: jax.typing.DTypeLike,
 ) -> tuple[jax.Array, jax.Array, jax.Array, Written | None]:
     check = Check(name)
-    streams = check.array("streams", streams, "float32", "T", "n", "D")
+    rounded = getattr(streams, "dtype", None) == jnp.bfloat16
+    streams = check.array("streams", streams, "bfloat16" if rounded else "float32", "T", "n", "D")
     _, n, width = streams.shape
     fn, size = check.array("fn", fn, "float32", rows * n, n * width), width + rows * n + scales
     vector = check.array("vector", vector, "float32", size + -size % VECTOR_MULTIPLE)
@@ -178,10 +180,10 @@ def _checked(
 
 def reference(arguments: HyperConnectionArguments):
     """Computes `hyper_connection`, or `hyper_head`, in `jnp`."""
-    streams, hc_eps = arguments.streams, np.float32(arguments.hc_eps)
-    tokens, n, width = streams.shape
-    if arguments.written is not None:
-        streams = widened(streams, arguments.written)
+    given, hc_eps = arguments.streams, np.float32(arguments.hc_eps)
+    tokens, n, width = given.shape
+    written = given if arguments.written is None else widened(given, arguments.written)
+    streams = written.astype(jnp.float32)
     flat = unit_rms(streams.reshape(tokens, n * width), arguments.eps)
     mix = jnp.einsum("ti,oi->to", flat, arguments.fn, precision=_EXACT)
     starts = (0, n) if arguments.iterations is None else (0, n, 2 * n, (2 + n) * n)
@@ -191,24 +193,25 @@ def reference(arguments: HyperConnectionArguments):
         for first, last, factor in zip(starts[:-1], starts[1:], scale, strict=True)
     ]
     pre = jax.nn.sigmoid(parts[0]) + hc_eps
-    x = unit_rms(jnp.einsum("tn,tnd->td", pre, streams, precision=_EXACT), arguments.eps)
+    x = jnp.einsum("tn,tnd->td", pre, streams, precision=_EXACT)
+    x = unit_rms(x.astype(given.dtype).astype(jnp.float32), arguments.eps)
     x = (x * norm[None]).astype(arguments.dtype)
     if arguments.rows > tokens:
         x = jnp.pad(x, ((0, arguments.rows - tokens), (0, 0)))
     if arguments.iterations is None:
         return x
     comb = sinkhorn(parts[2].reshape(tokens, n, n), arguments.iterations, hc_eps)
-    return x, streams, np.float32(2) * jax.nn.sigmoid(parts[1]), comb
+    return x, written, np.float32(2) * jax.nn.sigmoid(parts[1]), comb
 
 
 _EXACT = lax.Precision.HIGHEST  # GPUs would otherwise round float32 factors to TF32
 
 
 def widened(streams: jax.Array, written: Written) -> jax.Array:
-    """Returns the streams with a block's output: X'[k] = post[k] * y + sum_j comb[j, k] * X[j]. [T, n, D] float32"""
+    """Returns the streams with a block's output: X'[k] = post[k] * y + sum_j comb[j, k] * X[j]. [T, n, D], as given."""
     y = sum(written.outputs[1:], written.outputs[0])
-    mixed = jnp.einsum("tjk,tjd->tkd", written.comb, streams, precision=_EXACT)
-    return written.post[..., None] * y[:, None] + mixed
+    mixed = jnp.einsum("tjk,tjd->tkd", written.comb, streams.astype(jnp.float32), precision=_EXACT)
+    return (written.post[..., None] * y[:, None] + mixed).astype(streams.dtype)
 
 
 def sinkhorn(logits: jax.Array, iterations: int, eps: np.float32) -> jax.Array:

@@ -160,7 +160,7 @@ SMALL = {
     ("changes", "message"),
     [
         ({"streams": jnp.zeros((2, 8))}, r"streams is float32 \[2, 8\], expected float32 \[T, n, D\]"),
-        ({"streams": jnp.zeros((2, 4, 8), jnp.bfloat16)}, r"streams is bfloat16 \[2, 4, 8\], expected float32"),
+        ({"streams": jnp.zeros((2, 4, 8), jnp.float16)}, r"streams is float16 \[2, 4, 8\], expected float32"),
         ({"fn": jnp.zeros((4, 32))}, r"fn is float32 \[4, 32\], expected float32 \[24, 32\]"),
         ({"vector": jnp.zeros(35)}, r"vector is float32 \[35\], expected float32 \[64\]"),
         ({"written": jnp.zeros(3)}, "written is .*, expected Written"),

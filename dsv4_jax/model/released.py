@@ -1,0 +1,39 @@
+"""The released model's numerics, which a model has whose matrices are held for it (`as_released`); off by default.
+
+Its products with FP8 and FP4 weights take rows rounded to e4m3 (`formats.activations`) and give bfloat16; an expert's
+share is in its rows before the second product; residual streams and what blocks write into them are bfloat16. Norms are
+float32 inside, queries are normalised and attention reads as ever. Only the references compute it so far.
+"""
+
+from __future__ import annotations
+
+import jax
+
+from ..formats.weights import WEIGHT_FORMATS
+from .weights.params import Params, is_leaf
+from .weights.quantised import Quantised
+
+__all__ = ["as_released", "is_released"]
+
+
+def as_released(params: Params) -> Params:
+    """Returns the same parameters with FP8 and FP4 matrices in the forms whose products round rows to e4m3 (a copy).
+
+    Args:
+        params: as `load_hf(weights="released")` gives them, neither stacked nor packed.
+    """
+
+    def laid(leaf: jax.Array | Quantised) -> jax.Array | Quantised:
+        if not isinstance(leaf, Quantised) or leaf.format.rows == "e4m3":
+            return leaf
+        form = WEIGHT_FORMATS[f"{leaf.format.name}_e4m3"]
+        parts = jax.jit(lambda *parts: form.codec.pack(*leaf.format.codec.unpack(*parts)))(*leaf.parts)
+        return Quantised(parts, form, leaf.whole_rows)
+
+    return jax.tree.map(laid, params, is_leaf=is_leaf)
+
+
+def is_released(params: Params) -> bool:
+    """Whether matrices are held in these forms, and so whether the model has these numerics."""
+    leaves = jax.tree.leaves(params["layers"], is_leaf=is_leaf)
+    return any(isinstance(leaf, Quantised) and leaf.format.rows == "e4m3" for leaf in leaves)

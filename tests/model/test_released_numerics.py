@@ -1,0 +1,100 @@
+"""The released numerics of a model: products, experts and streams against fake-quantised ones of the same inputs."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsv4_jax import model
+from dsv4_jax.model.moe import moe
+from dsv4_jax.model.numerics import linear
+from dsv4_jax.model.released import as_released, is_released
+from dsv4_jax.model.uncached import forward_uncached
+from dsv4_jax.ops.hyper_connection import Written, connection_vector, hyper_connection
+
+from ..oracle import dense, released
+from .released import CFG
+
+
+@pytest.fixture(scope="module")
+def both() -> tuple[model.Params, model.Params]:
+    params = model.init_params(CFG, 0, "released")
+    return params, as_released(params)
+
+
+def rows(columns: int, seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return released.bf16(rng.standard_normal((5, columns)) * np.exp2(rng.integers(-4, 4, (5, 1))))
+
+
+def near(got: np.ndarray, want: np.ndarray, limit: float) -> bool:
+    return bool(np.linalg.norm(np.asarray(got, np.float64) - want) <= limit * np.linalg.norm(want))
+
+
+def test_holds_the_same_weights(both) -> None:
+    plain, params = both
+    assert is_released(params) and not is_released(plain)
+    for name in ("wq_a", "wo_a", "wo_b"):
+        a, b = (p["layers"][1]["attn"][name] for p in both)
+        np.testing.assert_array_equal(a.decode(), b.decode())
+    a, b = (p["layers"][1]["ffn"]["experts"]["gate_up"] for p in both)
+    np.testing.assert_array_equal(a.decode(), b.decode())
+    assert plain["layers"][0]["attn"]["wkv"].format.rows == "bf16"
+
+
+def test_products_are_fake_quantised(both) -> None:
+    """Below 3e-4 beside one bfloat16 rounding, where the plain numerics are 2.6e-2 away."""
+    weight = both[1]["layers"][0]["attn"]["wq_a"]
+    x, matrix = rows(weight.shape[1]), np.asarray(weight.decode(), np.float64)
+    want = released.bf16(dense.product(released.rounded(x), matrix))
+    got = np.asarray(linear(jnp.asarray(x, jnp.float32), weight))
+    assert near(got, want, 3e-4) and np.array_equal(got, released.bf16(got))
+    plain = np.asarray(linear(jnp.asarray(x, jnp.float32), both[0]["layers"][0]["attn"]["wq_a"]))
+    assert not near(plain, want, 1e-2) and near(plain, want, 5e-2)
+
+
+def test_experts_are_fake_quantised(both) -> None:
+    """With the routes and shares of the plain model, which the rounding of rows does not move."""
+    p = both[1]["layers"][2]["ffn"]
+    x, tokens = jnp.asarray(rows(CFG.hidden_size, 1), jnp.bfloat16), jnp.arange(5, dtype=jnp.int32)
+    (plain,), (got,) = ((sum(out),) for out in (moe(q["layers"][2]["ffn"], x, tokens, CFG)[0] for q in both))
+    got = np.asarray(got)
+    np.testing.assert_array_equal(got, released.bf16(got))
+    shared = {name: np.asarray(p["shared"][name].decode(), np.float64) for name in ("gate", "up", "down")}
+    codes = released.rounded(np.asarray(x, np.float64))
+    hidden = released.swiglu(codes @ shared["gate"].T, codes @ shared["up"].T, CFG.swiglu_limit)
+    routed = dict(p)
+    del routed["shared"]
+    (of_routed,), _ = moe(routed, x, tokens, CFG)
+    want = released.bf16(np.asarray(of_routed, np.float64) + released.bf16(hidden @ shared["down"].T))
+    assert near(got, want, 2e-3) and not near(plain, want, 5e-3)
+
+
+def test_streams_are_bfloat16() -> None:
+    rng, n, width = np.random.default_rng(2), 2, 64
+    streams = jnp.asarray(rng.standard_normal((3, n, width)), jnp.bfloat16)
+    fn = jnp.asarray(rng.standard_normal(((2 + n) * n, n * width)) * 0.05, jnp.float32)
+    vector = connection_vector(jnp.ones(width), jnp.zeros((2 + n) * n), jnp.ones(3))
+    written = Written(
+        (jnp.asarray(rng.standard_normal((3, width)), jnp.float32),),
+        *(jnp.asarray(rng.random(s), jnp.float32) for s in ((3, n), (3, n, n))),
+    )
+
+    def run(streams: jax.Array, written: Written | None) -> tuple[jax.Array, ...]:
+        return hyper_connection(streams, fn, vector, written, iterations=3, hc_eps=1e-6, eps=1e-6)
+
+    x, new, post, comb = run(streams, written)
+    wide = np.asarray(run(streams.astype(jnp.float32), written)[1])
+    assert new.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(new, np.float64), released.bf16(wide))
+    for got, want in zip((post, comb), run(new.astype(jnp.float32), None)[2:], strict=True):  # of the rounded streams
+        np.testing.assert_array_equal(got, want)
+    assert not np.array_equal(x, run(new.astype(jnp.float32), None)[0])  # the mix is rounded before its norm
+
+
+def test_a_whole_model_runs(both) -> None:
+    tokens = jnp.arange(24, dtype=jnp.int32) % CFG.vocab_size
+    plain, got = (np.asarray(forward_uncached(CFG, params, tokens)) for params in both)
+    assert np.isfinite(got).all() and not near(got, plain, 1e-3)
