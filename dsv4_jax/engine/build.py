@@ -60,6 +60,7 @@ def build(
     chunk_tokens: int | None = None,
     decode_steps: int = 1,
     drafts: int = 0,
+    acceptance: str = "coupled",
     least_confidence: float = 0.0,
     ahead: bool = True,
     limits: Limits = _LIMITS,
@@ -144,6 +145,7 @@ def build(
         drivers=drivers,
         remote=remote,
         top=top,
+        acceptance=acceptance,
         least_confidence=least_confidence,
         implementation=implementation,
     )

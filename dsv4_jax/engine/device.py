@@ -21,6 +21,7 @@ from ..model.compiled_steps import CompiledSteps, stacked
 from ..model.draft_steps import draft_loop, draft_step
 from ..model.forward import GPU_DECODE_OPTIONS, decode_loop, sample_step, score_step
 from ..model.sampling import GREEDY, Sampled, Sampling, SamplingRows, mask_words, token_counts
+from ..model.speculative import check_acceptance
 from ..model.weights.params import Params, has_mtp
 from ..ops.exchange_buffers import Exchange
 from ..ops.registry import Choice, frozen
@@ -57,7 +58,7 @@ class DeviceExecutor:
         drivers: of each data shard, for storage: a `StorageDriver`.
         remote: for hand-offs, on whose transport `host` is published. Should that host pool be lost, hand-offs end.
         top: the most likeliest tokens of a place that a request may ask for.
-        least_confidence: as of `draft_step`.
+        acceptance, least_confidence: as of `draft_step`.
         implementation: of the ops.
 
     Attributes:
@@ -79,6 +80,7 @@ class DeviceExecutor:
         drivers: Sequence[Any] = (),
         remote: RemoteDriver | None = None,
         top: int = MAX_TOP,
+        acceptance: str = "coupled",
         least_confidence: float = 0.0,
         implementation: Choice = None,
     ):
@@ -92,6 +94,8 @@ class DeviceExecutor:
         self._placement = CompiledSteps(cache, [exchange.peers for exchange in exchanges])
         self._words = mask_words(cache.layout.cfg.vocab_size)
         self._layout = cache.layout
+        check_acceptance(acceptance, PlanError)
+        self._acceptance = acceptance
         self._least = check_share("least_confidence", least_confidence, error=PlanError)
         if shapes.drafts:
             check_drafts(params, cache, shapes.drafts)
@@ -153,7 +157,8 @@ class DeviceExecutor:
                 drafts[i, : len(some)] = [row.drafts for row in some]
             arrays[2:2] = [drafts.reshape(-1), self._lengths]
             steps = work.steps if work.kind == "decode" else 0
-            function, more = _verify, dict(width=self.shapes.drafts, steps=steps, least_confidence=self._least)
+            function, more = _verify, dict(width=self.shapes.drafts, steps=steps)
+            more |= dict(acceptance=self._acceptance, least_confidence=self._least)
         elif work.kind == "decode":
             function, more = _decode, dict(steps=work.steps)
         else:

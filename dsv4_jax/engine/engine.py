@@ -153,6 +153,8 @@ class Engine:
             chunk_tokens: most tokens of a step, of each data shard (default: 512, or one of each slot).
             decode_steps: K steps in a call while nobody waits (default: 1).
             drafts: most drafts of a request in a step (default: none).
+            acceptance: of drafts, as of `draft_step`: "coupled" (default), or "standard", by which more are kept and a
+                sampled request's tokens depend on its drafts, and so on what else runs; their distribution does not.
             least_confidence: 0 to 1, of drafts by DSpark: the first of which its head is less sure, and those behind
                 it, are not kept. The tokens are the same (default: 0, all that are right are kept).
             ahead: whether a step is planned while the one before it runs (default: yes).

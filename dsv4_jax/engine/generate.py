@@ -51,6 +51,7 @@ def generate(
     chunk_tokens: int = 256,
     decode_steps: int = 1,
     drafts: int = 0,
+    acceptance: str = "coupled",
     least_confidence: float = 0.0,
     implementation: Choice = None,
     exchanges: Sequence[Exchange] = (),
@@ -90,7 +91,8 @@ def generate(
             more than they keep; where the context limit forbids that, single steps run.
         drafts: the most drafts of a request in one step; needs parameters with the layers that draft, a layout
             with `include_drafts` and at least so many `draft_tokens`.
-        least_confidence: as of `draft_step`, of DSpark. The text is the same.
+        acceptance: as of `draft_step`. By the standard rule a sampled text depends on the drafts, its distribution not.
+        least_confidence: as of `draft_step`, of DSpark. The text is the same, unless that rule samples it.
         exchanges: of the mesh's axes, for exchanges in the project's own CUDA; checked after every call.
         on_step: called after every call of the device with what it brought, on the host. The prompts whose indices it
             returns end there, those that still wait for a slot, too.
@@ -120,9 +122,8 @@ def generate(
     shapes = shapes_of(managers, chunk_tokens, steps=decode_steps, drafts=drafts)
     if any(any(one.host_size) for one in managers):
         raise PlanError("generate moves nothing between tiers: its manager must have no host tier (see Engine)")
-    executor = DeviceExecutor(
-        params, cache, shapes, exchanges=exchanges, least_confidence=least_confidence, implementation=implementation
-    )
+    rules = dict(acceptance=acceptance, least_confidence=least_confidence)
+    executor = DeviceExecutor(params, cache, shapes, exchanges=exchanges, **rules, implementation=implementation)
     executor.check_managers(managers)
     if sampling.seed is not None:  # of all of them: each draws from a seed of its own
         seed, sampling = sampling.seed, dataclasses.replace(sampling, seed=None)

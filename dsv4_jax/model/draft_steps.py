@@ -21,8 +21,8 @@ from .ahead import moved
 from .forward import check_masks, check_tokens, heard_layers
 from .head import head
 from .mtp import check_mtp, flat, follow, guess, mtp_layer
-from .sampling import Sampled, counted, sample
-from .speculative import accept, with_guesses
+from .sampling import Sampled, counted, distribution, draw, sample
+from .speculative import accept, accept_standard, check_acceptance, with_guesses
 from .weights.names import MTP
 from .weights.params import Params
 
@@ -43,6 +43,7 @@ def draft_step(
     logprobs: bool = False,
     top: int = 0,
     routed_experts: bool = False,
+    acceptance: str = "coupled",
     least_confidence: float = 0.0,
     index_qat: bool | None = None,
     implementation: Choice = None,
@@ -53,9 +54,9 @@ def draft_step(
     and then on its own, to guess what follows the one token it is given; or DSpark's stages run once on a block. The
     backbone takes that token and the drafts in one pass, and `speculative.accept` keeps as many as it samples there
     itself, and the one it samples next. So what is sampled is what is sampled without drafts, greedy or not, up to
-    float32 rounding. Then the layers that draft take the true residuals of all tokens. Everything a draft needs is in
-    the cache: nothing but what was sampled passes from step to step, and a sequence may come to this step from any
-    other that ran these layers (`mtp_forward`, or this one).
+    float32 rounding (`acceptance` has another way). Then the layers that draft take the true residuals of all tokens.
+    Everything a draft needs is in the cache: nothing but what was sampled passes from step to step, and a sequence may
+    come to this step from any other that ran these layers (`mtp_forward`, or this one).
 
     Args:
         params: with the layers that draft.
@@ -67,8 +68,11 @@ def draft_step(
         masks: [B, width + 1, ceil(vocab / 32)] uint32: of what follows the known token and each draft. What stands
             behind a draft that the mask before it does not allow is never read.
         sampling, counts, logprobs, top, routed_experts: as of `sample_step`.
+        acceptance: static. "coupled": what is sampled is what is sampled without drafts, token for token. "standard":
+            it has the distribution of that (`speculative`); more drafts are kept, the more the higher the temperature.
         least_confidence: static, 0 to 1; of DSpark. The first draft of which its head is less sure, and those behind
-            it, are not kept, right or wrong. That changes what a step keeps and nothing of what is sampled.
+            it, are not kept, right or wrong. That changes what a step keeps and not what is sampled (by the standard
+            rule not its distribution).
 
     Returns:
         (`Sampled`: tokens [B, width + 1] int32, further fields like it, but experts [T, layers, k]; kept [B] int32; the
@@ -79,14 +83,14 @@ def draft_step(
 
     Raises as `sample_step`, and:
         ShapeError: the parameters or the cache have no layers that draft; the cache has no room for so many drafts, or
-            a block of DSpark not so many rows; `least_confidence` is not from 0 to 1, or above 0 without DSpark.
+            a block of DSpark not so many rows; `acceptance` is neither; `least_confidence` is not from 0 to 1, or above
+            0 without DSpark.
     """
-    plan, cache = _begun(params, cache, plan, width, least_confidence, implementation)
+    plan, cache = _begun(params, cache, plan, width, acceptance, least_confidence, implementation)
     check_tokens(tokens, plan.num_tokens)
-    asked = dict(logprobs=logprobs, top=top)
-    how = _How(
-        params, drafts, width, sampling, masks, asked, routed_experts, index_qat, implementation, least_confidence
-    )
+    standard = acceptance == "standard" and sampling is not None  # of likeliest tokens both keep the same
+    asked, chosen = dict(logprobs=logprobs, top=top), (standard, least_confidence)
+    how = _How(params, drafts, width, sampling, masks, asked, routed_experts, index_qat, implementation, *chosen)
     return how.step(cache, plan, tokens, counts)
 
 
@@ -105,6 +109,7 @@ def draft_loop(
     logprobs: bool = False,
     top: int = 0,
     routed_experts: bool = False,
+    acceptance: str = "coupled",
     least_confidence: float = 0.0,
     index_qat: bool | None = None,
     implementation: Choice = None,
@@ -131,17 +136,16 @@ def draft_loop(
         RequestError: masks for more than one step.
     """
     check_masks(masks, num_steps)
-    plan, cache = _begun(params, cache, plan, width, least_confidence, implementation)
+    plan, cache = _begun(params, cache, plan, width, acceptance, least_confidence, implementation)
     check_tokens(tokens, plan.num_seqs)
     if plan.num_tokens > plan.num_seqs * (1 + width):
         raise ShapeError(
             f"the plan has {plan.num_seqs} sequences and {plan.num_tokens} tokens: steps of one known token and up to "
             f"{width} drafts of each"
         )
-    asked = dict(logprobs=logprobs, top=top)
-    how = _How(
-        params, drafts, width, sampling, masks, asked, routed_experts, index_qat, implementation, least_confidence
-    )
+    standard = acceptance == "standard" and sampling is not None  # of likeliest tokens both keep the same
+    asked, chosen = dict(logprobs=logprobs, top=top), (standard, least_confidence)
+    how = _How(params, drafts, width, sampling, masks, asked, routed_experts, index_qat, implementation, *chosen)
     plan, tokens = plan.only(tokens >= 0), jnp.maximum(tokens, 0)
 
     def step(carry: tuple, _: None) -> tuple[tuple, tuple[Sampled, jax.Array]]:
@@ -171,6 +175,7 @@ class _How:
     routed_experts: bool
     index_qat: bool | None
     implementation: Choice
+    standard: bool
     least_confidence: float
 
     def step(
@@ -180,11 +185,12 @@ class _How:
         params, width, drafts, cfg = self.params, self.width, self.drafts, cache.layout.cfg
         known = plan.seq_first + plan.seq_count - np.int32(1) - drafts  # the last token of each that is no draft
         here = None if counts is None else counts[plan.seq_slot]
+        shares = list[jax.Array]()  # of the standard rule: what each draft was drawn from
         if cfg.dspark is None:
-            guesses, cache = self._guesses(cache, plan, tokens[known], here)
+            guesses, cache = self._guesses(cache, plan, tokens[known], here, shares)
             verified = drafts
         else:
-            guesses, verified = self._block(cache, plan, tokens[known], here)
+            guesses, verified = self._block(cache, plan, tokens[known], here, shares)
         place = jnp.arange(plan.num_tokens, dtype=jnp.int32) - known[plan.token_seq]
         guessed = guesses[plan.token_seq, jnp.clip(place - 1, 0, width - 1)]
         tokens = jnp.where((place > 0) & (plan.token_slot > 0), guessed, tokens)
@@ -202,35 +208,48 @@ class _How:
         logits = head(params, jax.tree.map(lambda x: x[rows.reshape(-1)], residual), cfg, self.implementation)
         logits = logits.reshape(*rows.shape, -1)
         position = plan.seq_start + plan.seq_count - np.int32(1) - drafts
-        drawn, kept = accept(
-            logits, guesses, verified, self.sampling, position, masks=self.masks, counts=here, **self.asked
-        )
+        given: dict[str, Any] = dict(masks=self.masks, counts=here, **self.asked)
+        if self.standard:
+            assert self.sampling is not None
+            drawn, kept = accept_standard(
+                logits, guesses, jnp.stack(shares, 1), verified, self.sampling, position, **given
+            )
+        else:
+            drawn, kept = accept(logits, guesses, verified, self.sampling, position, **given)
         if counts is not None:
             counts = counted(counts, plan.seq_slot, self.sampling, drawn.tokens, kept)
         return drawn._replace(experts=experts, counts=counts), kept, step.finish()
 
     def _block(
-        self, cache: KVCache, plan: StepPlan, token: jax.Array, counts: jax.Array | None
+        self,
+        cache: KVCache,
+        plan: StepPlan,
+        token: jax.Array,
+        counts: jax.Array | None,
+        shares: list[jax.Array],
     ) -> tuple[jax.Array, jax.Array]:
         """Returns the drafts of each sequence by DSpark [B, width], drawn as `_guesses` does, and how many count."""
         drafts = self.drafts
 
-        def draw(logits: jax.Array, i: int, before: list[jax.Array]) -> jax.Array:
-            masks = None if self.masks is None else self.masks[:, i]
-            seen = with_guesses(counts, jnp.stack(before, 1)) if before and counts is not None else counts
+        def drawn(logits: jax.Array, i: int, before: list[jax.Array]) -> jax.Array:
             at = jnp.where((drafts > i) & (plan.seq_slot > 0), plan.seq_start + np.int32(i), 0)
-            return sample(logits, self.sampling, at, masks=masks, counts=seen).tokens
+            return self._drawn(logits, i, at, before, counts, shares)
 
         how = dict(least=self.least_confidence, implementation=self.implementation)
-        return dspark.guesses(self.params, cache, plan, token, drafts, self.width, draw, **how)
+        return dspark.guesses(self.params, cache, plan, token, drafts, self.width, drawn, **how)
 
     def _guesses(
-        self, cache: KVCache, plan: StepPlan, token: jax.Array, counts: jax.Array | None
+        self,
+        cache: KVCache,
+        plan: StepPlan,
+        token: jax.Array,
+        counts: jax.Array | None,
+        shares: list[jax.Array],
     ) -> tuple[jax.Array, KVCache]:
         """Returns the drafts of each sequence [B, width] and the cache.
 
-        Each is drawn as the target will draw at its place, with the same noise. The rows that the layer stores for them
-        lie beyond the sequence's tokens, where those of the true residuals follow.
+        The rows that the layer stores for them lie beyond the sequence's tokens, where those of the true residuals
+        follow.
         """
         params, guesses, x = self.params, list[jax.Array](), None
         for i in range(self.width):
@@ -240,12 +259,28 @@ class _How:
                 x = handle.last_residual()
             residual, step = guess(params, handle, x, token)
             logits = head(params, residual, cache.layout.cfg, self.implementation, of=params[MTP][0])
-            masks = None if self.masks is None else self.masks[:, i]
-            seen = None if counts is None else with_guesses(counts, jnp.stack(guesses, 1)) if guesses else counts
-            token = sample(logits, self.sampling, here.token_position, masks=masks, counts=seen).tokens
+            token = self._drawn(logits, i, here.token_position, guesses, counts, shares)
             guesses.append(token)
             x, cache = flat(residual), step.finish(partial=True)
         return jnp.stack(guesses, 1), cache
+
+    def _drawn(
+        self,
+        logits: jax.Array,
+        i: int,
+        position: jax.Array,
+        before: list[jax.Array],
+        counts: jax.Array | None,
+        shares: list[jax.Array],
+    ) -> jax.Array:
+        """Draws draft i with the noise of its place, as the target will; adds to `shares` what they are asked for."""
+        masks = None if self.masks is None else self.masks[:, i]
+        seen = with_guesses(counts, jnp.stack(before, 1)) if before and counts is not None else counts
+        if not self.standard:
+            return sample(logits, self.sampling, position, masks=masks, counts=seen).tokens
+        assert self.sampling is not None
+        shares.append(distribution(logits, self.sampling, masks=masks, counts=seen))
+        return draw(shares[-1], self.sampling, position)
 
 
 def _begun(
@@ -253,6 +288,7 @@ def _begun(
     cache: KVCache,
     plan: StepPlan | PackedPlan,
     width: int,
+    acceptance: str,
     least_confidence: float,
     implementation: Choice,
 ) -> tuple[StepPlan, KVCache]:
@@ -263,6 +299,7 @@ def _begun(
         raise ShapeError(f"drafts of {width} tokens in a cache whose draft_tokens is {cache.layout.draft_tokens}")
     if spark is not None and width > spark.block_size:
         raise ShapeError(f"drafts of {width} tokens by a head whose blocks have {spark.block_size} rows")
+    check_acceptance(acceptance, ShapeError)
     check_share("least_confidence", least_confidence, error=ShapeError)
     if least_confidence and spark is None:
         raise ShapeError("least_confidence is of drafts by DSpark: an MTP layer says nothing of its own")

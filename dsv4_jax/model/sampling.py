@@ -35,14 +35,19 @@ __all__ = [
     "Sampling",
     "SamplingRows",
     "counted",
+    "distribution",
+    "draw",
     "log_probabilities",
     "mask_words",
     "noise",
     "sample",
     "sample_rows",
     "token_counts",
+    "uniform",
 ]
 
+# Added to a position: further random numbers of the same place, independent of those that `sample` draws with.
+SECOND, THIRD = np.uint32(1 << 31), np.uint32(3 << 30)
 IN_PROMPT = 1 << 30  # of a token's count: it stands in the prompt
 _INF = np.float32(np.inf)
 _TERMS = 16  # added in a row by `_total`
@@ -236,9 +241,7 @@ def sample(
         RequestError: `sampling` is there and `position` is not, or `counts` without `sampling`.
         ShapeError: `sampling`, `masks` or `counts` do not fit the logits.
     """
-    chosen = logits
-    if masks is not None:
-        chosen = jnp.where(_allowed(masks, logits.shape), chosen, -_INF)
+    chosen = logits if masks is None else jnp.where(_allowed(masks, logits.shape), logits, -_INF)
     if sampling is None:
         if counts is not None:
             raise RequestError("counts are of penalties, which are settings: they need sampling")
@@ -247,16 +250,65 @@ def sample(
         rows = SamplingRows.unpack(sampling, logits.shape[0])
         if position is None:
             raise RequestError("sampling needs the positions of the rows")
-        if counts is not None:
-            if counts.shape != logits.shape:
-                raise ShapeError(f"counts are {counts.dtype}{[*counts.shape]}, expected int32{[*logits.shape]}")
-            chosen = _penalised(chosen, rows, counts)
+        chosen = _penalised(chosen, rows, counts)
         # As narrow as the narrowest row: of the branches one is run.
         branches = [_likeliest, _drawn, _drawn_of_kept]
         tokens = lax.switch(rows.kind.max(initial=0), branches, chosen, jnp.asarray(sampling), position)
     if not logprobs and not top:
         return Sampled(tokens)
     return log_probabilities(logits, tokens, top=top)
+
+
+def distribution(
+    logits: jax.Array, sampling: jax.Array, *, masks: jax.Array | None = None, counts: jax.Array | None = None
+) -> jax.Array:
+    """What `sample` draws from with these arguments: [B, vocab] float32, each row's sum 1, up to rounding.
+
+    Rows of filters sort the vocabulary. At temperature 0 the likeliest token has all of it.
+    """
+    rows = SamplingRows.unpack(sampling, logits.shape[0])
+    chosen = logits if masks is None else jnp.where(_allowed(masks, logits.shape), logits, -_INF)
+    chosen = _penalised(chosen, rows, counts)
+    ids, warm = jnp.arange(chosen.shape[1], dtype=jnp.int32)[None], rows.temperature > 0
+    best = (ids == chosen.argmax(-1)[:, None]).astype(jnp.float32)
+
+    def of_all() -> jax.Array:
+        return jax.nn.softmax(chosen / jnp.where(warm, rows.temperature, np.float32(1))[:, None], -1)
+
+    def of_kept() -> jax.Array:
+        order = jnp.argsort(-chosen, 1, stable=True)  # ties: the lower id first
+        share = jnp.take_along_axis(of_all(), order, 1)
+        kept = (share >= rows.min_p[:, None] * share[:, :1]) & (
+            (rows.top_k[:, None] == 0) | (ids < rows.top_k[:, None])
+        )
+        share = jnp.where(kept, share, np.float32(0))
+        reach = jnp.where(rows.top_p < 1, rows.top_p * share.sum(-1), _INF)
+        share = jnp.where((ids == 0) | (jnp.cumsum(share, 1) - share < reach[:, None]), share, np.float32(0))
+        share = share / share.sum(-1, keepdims=True)
+        return jnp.zeros_like(share).at[jnp.arange(len(share))[:, None], order].set(share)
+
+    drawn = lax.switch(rows.kind.max(initial=0), [lambda: best, of_all, of_kept])
+    # A row without any allowed token draws 0, as `sample` does.
+    return jnp.where(warm[:, None] & jnp.isfinite(chosen.max(-1))[:, None], drawn, best)
+
+
+def draw(shares: jax.Array, sampling: jax.Array, position: jax.Array) -> jax.Array:
+    """A token of each row by probabilities [B, vocab] (which may lack a factor), [B] int32.
+
+    Args:
+        position: as of `sample`, whose random numbers these are; with `SECOND` added others.
+    """
+    rows = SamplingRows.unpack(sampling, shares.shape[0])
+    return (jnp.log(shares) + noise(rows, position, shares.shape[1])).argmax(-1).astype(jnp.int32)
+
+
+def uniform(sampling: jax.Array, position: jax.Array) -> jax.Array:
+    """A random number of each row, [B] float32 in [0, 1): of its seed and position, and of nothing else."""
+    rows = SamplingRows.unpack(sampling, position.shape[0])
+    bits, _ = _threefry(
+        rows.seed_low, rows.seed_high, position.astype(jnp.uint32) + THIRD, jnp.zeros_like(rows.seed_low)
+    )
+    return (bits >> np.uint32(8)).astype(jnp.float32) * np.float32(2**-24)
 
 
 def sample_rows(
@@ -422,7 +474,11 @@ def _kth_largest(scaled: jax.Array, largest: jax.Array, k: jax.Array, asked: jax
     return lax.while_loop(lambda state: middle(*state)[1].any(), halve, (low, high))[1]
 
 
-def _penalised(logits: jax.Array, rows: SamplingRows, counts: jax.Array) -> jax.Array:
+def _penalised(logits: jax.Array, rows: SamplingRows, counts: jax.Array | None) -> jax.Array:
+    if counts is None:
+        return logits
+    if counts.shape != logits.shape:
+        raise ShapeError(f"counts are {counts.dtype}{[*counts.shape]}, expected int32{[*logits.shape]}")
     sampled = counts & np.int32(IN_PROMPT - 1)
     repetition = rows.repetition[:, None]
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)

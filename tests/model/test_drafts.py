@@ -18,8 +18,8 @@ from dsv4_jax.manager import CachePolicy, KVCacheManager, SnapshotPlacement, Ste
 from dsv4_jax.manager.planning import build_plan
 from dsv4_jax.manager.step_shape import StepSequence
 from dsv4_jax.model.ahead import moved
-from dsv4_jax.model.sampling import Sampling, SamplingRows, sample
-from dsv4_jax.model.speculative import accept
+from dsv4_jax.model.sampling import Sampling, SamplingRows, distribution, draw, sample
+from dsv4_jax.model.speculative import accept, accept_standard
 
 from . import test_mtp
 from .feeding import V4_WIDTHS, feed, text_tokens
@@ -99,6 +99,52 @@ def test_a_mesh_drafts_as_one_device_does(params) -> None:
     expected, _, _ = generate(given)
     drawn, at_once, _ = generate(model.shard_params(CFG, given, mesh), cache=cache, drafts=2, decode_steps=3)
     assert drawn == expected and 5 < max(at_once) <= 9
+
+
+def by_the_standard_rule(setting: Sampling, rule: str, count: int) -> tuple[np.ndarray, np.ndarray, float]:
+    """(How often each pair of tokens came, how often it should, how many drafts were kept of two), of so many rows."""
+    rng, vocab = np.random.default_rng(3), 6
+    p, q = (
+        [np.float32(rng.normal(0, 0.7, (vocab,) * (1 + k + 1))).reshape(-1, vocab) for k in range(-1, 2)] for _ in "pq"
+    )
+    q = [near + np.float32(0.7) * (far - near) for near, far in zip(p, q, strict=True)]
+    rows = SamplingRows.of([dataclasses.replace(setting, seed=seed) for seed in range(count)])
+    place = jnp.zeros(count, jnp.int32) + np.int32(9)
+
+    @jax.jit
+    def drawn(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        first = distribution(jnp.broadcast_to(q[0], (count, vocab)), rows)
+        x = draw(first, rows, place)
+        second = distribution(jnp.asarray(q[1])[x], rows)
+        y = draw(second, rows, place + np.int32(1))
+        logits = [jnp.broadcast_to(p[0], (count, vocab)), jnp.asarray(p[1])[x], jnp.asarray(p[2])[x * vocab + y]]
+        drafts = {"all": jnp.full_like(x, 2), "by the first": 1 + x % 2, "by the second": 1 + y % 2}[rule]
+        shares = jnp.stack([first, second], 1)
+        drawn, kept = accept_standard(jnp.stack(logits, 1), jnp.stack([x, y], 1), shares, drafts, rows, place)
+        # A second token that this step has not drawn is drawn by the next one, which knows of no draft.
+        after = draw(distribution(jnp.asarray(p[1])[drawn.tokens[:, 0]], rows), rows, place + np.int32(1))
+        return jnp.where(kept > 1, drawn.tokens[:, 1], after) + np.int32(vocab) * drawn.tokens[:, 0], kept
+
+    of_all = SamplingRows.of([dataclasses.replace(setting, seed=0)] * (1 + vocab))
+    shares = np.asarray(distribution(jnp.concatenate([p[0], p[1]]), of_all), np.float64)
+    pairs, kept = drawn(rows)
+    expected = count * (shares[0][:, None] * shares[1:]).reshape(-1)
+    return np.bincount(pairs, minlength=vocab**2), expected, float(kept.mean()) - 1
+
+
+def unlikely(found: np.ndarray, expected: np.ndarray) -> bool:
+    """By chi-square, five standard deviations off; also if anything came that cannot."""
+    there = expected > 0
+    free, off = there.sum() - 1, ((found - expected)[there] ** 2 / expected[there]).sum()
+    return bool(found[~there].any() or off > free + 5 * (2 * free) ** 0.5)
+
+
+@pytest.mark.parametrize("setting", [Sampling(1.0), Sampling(0.8, top_k=4, top_p=0.9, min_p=0.05)])
+def test_the_standard_rule_draws_from_the_target(setting) -> None:
+    """Also if drafts are cut off by what is known before them. Who looks at the draft itself draws otherwise."""
+    for rule in ("all", "by the first", "by the second"):
+        found, expected, kept = by_the_standard_rule(setting, rule, 24_000)
+        assert unlikely(found, expected) == (rule == "by the second") and 0.3 < kept < 1.9, rule
 
 
 def test_a_stop_token_within_what_a_step_keeps(params) -> None:

@@ -20,7 +20,7 @@ from dsv4_jax.model import dspark
 from dsv4_jax.model.forward import embed, heard_layers
 from dsv4_jax.model.head import head
 from dsv4_jax.model.numerics import activations
-from dsv4_jax.model.sampling import Sampling
+from dsv4_jax.model.sampling import Sampling, SamplingRows
 from dsv4_jax.model.uncached import _layer
 from dsv4_jax.ops.hyper_connection import widened
 from dsv4_jax.testing import StepRunner
@@ -338,6 +338,51 @@ def test_an_engine_keeps_no_draft_that_is_unsure(params) -> None:
                 assert [samples[0].tokens for samples in engine.run(asked)] == expected
 
 
+@pytest.mark.slow
+def test_steps_by_the_standard_rule_draw_from_the_target(params) -> None:
+    """The first two tokens of 20,480 requests, by whole steps: chi-square against the model without a cache."""
+    given, batch, calls = leaning(params, 0.3), 64, 320
+    layout, size = OF_ONE, CacheSize(batch, batch, 1)
+    manager, cache = KVCacheManager(layout, size), init_cache(layout, size)
+    requests = [manager.admit_request(TEXT[:5]) for _ in range(batch)]
+    plan = manager.plan_step([(request, 5) for request in requests[:batch]])
+    call = jax.jit(functools.partial(model.draft_step, width=2, acceptance="standard"))
+    sampling = Sampling(0.8, top_k=4)
+    rows = SamplingRows.of([dataclasses.replace(sampling, seed=0)] * plan.num_seqs)
+    tokens, none = manager.plan_tokens(plan), np.zeros(plan.num_seqs, np.int32)
+    _, _, cache = call(given, cache, plan.pack(), tokens, none, sampling=rows)
+    for request in requests:
+        request.tokens += [TEXT[5], 0, 0]
+    plan = manager.plan_step([(request, 3) for request in requests])
+    tokens, drafts = np.full(plan.num_tokens, TEXT[5], np.int32), np.where(plan.seq_slot > 0, 2, 0).astype(np.int32)
+    shares = {}
+
+    def share(*before: int) -> np.ndarray:
+        if before not in shares:
+            logits = (
+                np.asarray(model.forward_uncached(ONE, given, np.array([*TEXT[:6], *before])), np.float64)[-1] / 0.8
+            )
+            kept = np.where(logits >= np.sort(logits)[-4], np.exp(logits - logits.max()), 0)
+            shares[before] = kept / kept.sum()
+        return shares[before]
+
+    rng, found, kept_of_all = np.random.default_rng(0), np.zeros((32, 32)), 0
+    packed, live = plan.pack(), np.flatnonzero(plan.seq_slot > 0)
+    for number in range(calls):
+        seeds = range(number * plan.num_seqs, (number + 1) * plan.num_seqs)
+        rows = SamplingRows.of([dataclasses.replace(sampling, seed=seed) for seed in seeds])
+        drawn, kept, _ = call(given, cache, packed, tokens, drafts, sampling=rows)
+        for pair, count in zip(np.asarray(drawn.tokens)[live], np.asarray(kept)[live], strict=True):
+            second = pair[1] if count > 1 else rng.choice(32, p=share(int(pair[0])))
+            found[pair[0], second] += 1
+            kept_of_all += count - 1
+    expected = calls * batch * np.stack([share()[x] * (share(x) if share()[x] else np.zeros(32)) for x in range(32)])
+    there = expected > 0
+    free, off = there.sum() - 1, ((found - expected)[there] ** 2 / expected[there]).sum()
+    assert found.sum() == calls * batch >= 20_000 and not found[~there].any()
+    assert off < free + 5 * (2 * free) ** 0.5 and 0 < kept_of_all < 2 * calls * batch
+
+
 def test_drafts_that_are_not_possible(params) -> None:
     wide = CacheLayout(ONE, "f32", "f32", block_tokens=8, draft_tokens=6, include_drafts=True)
     size = CacheSize(2, 1, 1)
@@ -359,6 +404,7 @@ def test_drafts_that_are_not_possible(params) -> None:
             model.draft_step(params, cache, plan, tokens, drafts, 2, least_confidence=least)
     for drafting, problem in (
         (dict(drafts=2, least_confidence=1.5), "least_confidence must be a number from 0 to 1, got 1.5"),
+        (dict(drafts=2, acceptance="best"), "acceptance is coupled or standard, got 'best'"),
         (dict(least_confidence=0.5), "least_confidence=0.5: it is of drafts that DSpark's stages make"),
     ):
         with pytest.raises(PlanError, match=problem):
