@@ -1,4 +1,4 @@
-"""What `generate` prints while it samples: answers, up to where they end; and how fast it was."""
+"""What `generate` and `chat` print while they sample: answers, up to where they end; and how fast it was."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import dataclasses
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..text import TextStream, Tokenizer
+from ..chat import Delta, Parser
+from ..text import TextStream
 from .printing import Progress
 from .prompts import Prompt
 from .values import short
@@ -17,7 +18,9 @@ from .values import short
 if TYPE_CHECKING:
     from ..engine import Output
 
-__all__ = ["Answer", "AnswerPrinter", "Speed", "write_text"]
+__all__ = ["DIM", "PLAIN", "Answer", "AnswerPrinter", "Shown", "Speed", "write_text"]
+
+DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 # Of a terminal, control characters would move the cursor and more; lines and tabs may stay.
 _CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
@@ -28,17 +31,22 @@ class Answer:
 
     Attributes:
         tokens: the ids; with a stop string, those that spelt it are the last.
+        reasoning: of a conversation, what comes before the text.
         text: what of it can be shown so far; None: the prompt was given as ids.
         logprobs, top: of the ids, if they were asked for.
         end: why nothing more is sampled: "stop" (a token or string), "length"; None while it goes on.
         first_token_s: seconds after the start when its first token was there.
+
+    Args:
+        reader: makes text of its ids; None: there is none to make.
+        limit: of its tokens.
     """
 
-    def __init__(self, prompt: Prompt, tokenizer: Tokenizer | None, stops: Iterable[str], limit: int):
+    def __init__(self, prompt: Prompt, reader: TextStream | Parser | None, limit: int):
         self.prompt, self.tokens = prompt, list[int]()
-        self._limit = limit
-        self._stream = TextStream(tokenizer, stops) if tokenizer is not None and prompt.text is not None else None
-        self.text = "" if self._stream else None
+        self._limit, self._reader = limit, reader
+        self.reasoning = ""
+        self.text = None if reader is None else ""
         self.end: str | None = None
         self.logprobs: list[float] = []
         self.top: list[Any] = []
@@ -49,7 +57,7 @@ class Answer:
         self.logprobs += output.logprobs
         self.top += [dict(zip(map(str, ids), values, strict=True)) for ids, values in output.top]
 
-    def add(self, tokens: Sequence[int], ended: bool, seconds: float) -> str:
+    def add(self, tokens: Sequence[int], ended: bool, seconds: float) -> Delta:
         """Takes newly sampled tokens and returns what they add to what is shown.
 
         Args:
@@ -58,28 +66,38 @@ class Answer:
         """
         if tokens and self.first_token_s is None:
             self.first_token_s = seconds
-        shown = "".join(self._piece(token) for token in tokens if not self._stopped)
-        if ended and self._stream:
-            shown += self._stream.end()
+        pieces = [self._piece(token) for token in tokens if not self._stopped]
         if ended or self._stopped:
+            pieces.append(self._rest())
             self.end = "stop" if self._stopped or len(self.tokens) < self._limit else "length"
+        shown = Delta("".join(piece.reasoning for piece in pieces), "".join(piece.content for piece in pieces))
+        self.reasoning += shown.reasoning
         if self.text is not None:
-            self.text += shown
+            self.text += shown.content
         return shown
 
     @property
     def _stopped(self) -> bool:
-        return self._stream is not None and self._stream.stopped
+        return self._reader is not None and self._reader.stopped
 
-    def _piece(self, token: int) -> str:
+    def _piece(self, token: int) -> Delta:
         self.tokens.append(token)
-        if self._stream:
-            return self._stream.add(token)
-        return f"{',' if self.tokens[1:] else ''}{token}"
+        if isinstance(self._reader, Parser):
+            return self._reader.feed((token,))
+        if self._reader is None:
+            return Delta(content=f"{',' if self.tokens[1:] else ''}{token}")
+        return Delta(content=self._reader.add(token))
 
-    def __str__(self) -> str:
-        """The answer as it is shown, whole."""
-        return ",".join(map(str, self.tokens)) if self.text is None else self.text
+    def _rest(self) -> Delta:
+        """What is left to be shown once nothing follows."""
+        if isinstance(self._reader, Parser):
+            return self._reader.end()
+        return Delta() if self._reader is None else Delta(content=self._reader.end())
+
+    @property
+    def whole(self) -> Delta:
+        """All that is shown of it so far."""
+        return Delta(self.reasoning, ",".join(map(str, self.tokens)) if self.text is None else self.text)
 
     def as_dict(self) -> dict[str, Any]:
         more: dict[str, Any] = {}
@@ -87,6 +105,8 @@ class Answer:
             more["logprobs"] = self.logprobs[: len(self.tokens)]
         if self.top:
             more["top"] = self.top[: len(self.tokens)]
+        if self.prompt.chat is not None:
+            more["reasoning"] = self.reasoning
         return more | {
             "prompt": self.prompt.text,
             "prompt_tokens": len(self.prompt.tokens),
@@ -95,6 +115,38 @@ class Answer:
             "end": self.end,
             "first_token_s": self.first_token_s,
         }
+
+
+class Shown:
+    """An answer on stdout while it comes: its reasoning, dimmed on a terminal, an empty line, then itself."""
+
+    def __init__(self) -> None:
+        self._dimmed = self._reasons = False
+        self.last = ""  # that was written
+
+    def add(self, delta: Delta) -> None:
+        """Writes what is new of it."""
+        if delta.reasoning:
+            self._dim(True)
+            self._reasons = True
+            self._write(delta.reasoning)
+        if delta.content:
+            self._dim(False)
+            self._write("\n\n" * self._reasons + delta.content)
+            self._reasons = False
+
+    def end(self) -> None:
+        """Nothing follows: what others write is not dimmed."""
+        self._dim(False)
+
+    def _dim(self, on: bool) -> None:
+        if on != self._dimmed and sys.stdout is not None and sys.stdout.isatty():
+            self._dimmed = on
+            print(DIM if on else PLAIN, end="", flush=True)
+
+    def _write(self, text: str) -> None:
+        self.last = text
+        write_text(text)
 
 
 class AnswerPrinter:
@@ -106,17 +158,19 @@ class AnswerPrinter:
 
     def __init__(self, answers: Sequence[Answer], progress: Progress, *, silent: bool):
         self._answers, self._progress, self._silent = answers, progress, silent
-        self._line_open = False
+        self._shown = Shown()  # of the only one
 
-    def show(self, index: int, piece: str) -> None:
+    def show(self, index: int, piece: Delta) -> None:
         """Shows that answer `index` has grown by this piece, or is complete."""
         answer = self._answers[index]
         if self._silent:
             return
         if len(self._answers) == 1:
             self._progress.stop()
-            write_text(piece + ("\n" if answer.end else ""))
-            self._line_open = answer.end is None
+            self._shown.add(piece)
+            if answer.end:
+                self._shown.end()
+                write_text("\n")
         elif answer.end:
             self._whole(index, answer.end)
 
@@ -124,17 +178,21 @@ class AnswerPrinter:
         """Shows what has not been shown yet of answers that will not be completed."""
         if self._silent:
             return
-        if self._line_open:
+        if self._shown.last and self._answers[0].end is None:
+            self._shown.end()
             write_text("\n")
         for index, answer in enumerate(self._answers):
             if len(self._answers) > 1 and answer.end is None and answer.tokens:
                 self._whole(index, "interrupted")
 
     def _whole(self, index: int, end: str) -> None:
-        answer = self._answers[index]
+        answer, shown = self._answers[index], Shown()
         named = short(answer.prompt.text or ",".join(map(str, answer.prompt.tokens[:20])))
         with self._progress.paused():
-            write_text(f"[{index + 1}] {named}: {len(answer.tokens)} tokens, {end}\n{answer}\n\n")
+            write_text(f"[{index + 1}] {named}: {len(answer.tokens)} tokens, {end}\n")
+            shown.add(answer.whole)
+            shown.end()
+            write_text("\n\n")
 
 
 @dataclasses.dataclass

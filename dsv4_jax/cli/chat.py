@@ -9,9 +9,9 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from ..chat import Chat, ChatPrompt, Parser
+from ..chat import Chat, ChatPrompt, Delta, Parser
 from ..errors import CacheError, OptionError, RequestError
-from .answers import write_text
+from .answers import DIM, PLAIN, Shown, write_text
 from .engine import Model, add_steps, open_engine, place
 from .options import add_command, add_json, add_layout, naming, option
 from .printing import one_line, present, say
@@ -39,7 +39,6 @@ _HELP = """\
 /exit             or Ctrl-D; Ctrl-C ends an answer
 a line that ends in \\ goes on in the next one; one that begins with // begins with /
 """
-_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -106,7 +105,7 @@ class _Talk:
                 elif line.strip():
                     self._answer(engine, line.removeprefix("/") if line.startswith("//") else line)
             except KeyboardInterrupt:  # at the prompt, or just as an answer ended
-                self._show("\n")
+                self._write("\n")
             except RequestError as error:
                 say(one_line(error))
 
@@ -118,7 +117,7 @@ class _Talk:
                 try:
                     line = input("... " if lines else "> ")
                 except EOFError:
-                    self._show("\n")
+                    self._write("\n")
                     return None
             else:
                 line = sys.stdin.readline() if sys.stdin is not None else ""
@@ -181,14 +180,14 @@ class _Talk:
             stop_tokens=self._stops,
             reuse=prompt.reuse,
         )
-        shown = _Shown(self._silent)
+        shown = Shown()
         handle = engine.add(asked)
         try:
             for output in handle:
                 last = time.perf_counter()
                 first = first or last
                 drawn, cached, failed = drawn + len(output.tokens), output.cached, output.error
-                shown.add(parser.feed(output.tokens))
+                self._show(shown, parser.feed(output.tokens))
                 if output.finish is not None:
                     finish = output.finish
                 if parser.stopped:
@@ -197,8 +196,10 @@ class _Talk:
             say("")
         finally:
             handle.abort()  # of one that has ended it is nothing
-        shown.add(parser.end(finish))
+        self._show(shown, parser.end(finish))
         shown.end()
+        if shown.last and not shown.last.endswith("\n"):
+            self._write("\n")
         if failed is not None:
             raise failed if isinstance(failed, CacheError) else RequestError(f"the answer failed: {failed}")
         self._keep(question, parser)
@@ -229,45 +230,16 @@ class _Talk:
         if parser.content or parser.finish_reason == "stop":
             self._messages += [{"role": "user", "content": question}, parser.message()]
 
-    def _show(self, text: str) -> None:
+    def _show(self, shown: Shown, delta: Delta) -> None:
+        if not self._silent:
+            shown.add(delta)
+
+    def _write(self, text: str) -> None:
         if not self._silent:
             write_text(text)
 
 
 _ENDS = {"abort": "Ctrl-C", "length": "--max-new-tokens"}
-
-
-class _Shown:
-    """An answer on stdout while it comes: its reasoning dimmed, then itself."""
-
-    def __init__(self, silent: bool):
-        self._silent, self._in_reasoning, self._any, self._line = silent, False, False, ""
-
-    def add(self, delta: Any) -> None:
-        if self._silent:
-            return
-        if delta.reasoning:
-            self._dim(True)
-            self._write(delta.reasoning)
-        if delta.content:
-            if self._in_reasoning:
-                self._dim(False)
-                self._write("\n\n")
-            self._write(delta.content)
-
-    def end(self) -> None:
-        self._dim(False)
-        if self._any and not self._silent:
-            write_text("" if self._line.endswith("\n") else "\n")
-
-    def _dim(self, on: bool) -> None:
-        if on != self._in_reasoning and sys.stdout is not None and sys.stdout.isatty():
-            print(_DIM if on else _PLAIN, end="", flush=True)
-        self._in_reasoning = on
-
-    def _write(self, text: str) -> None:
-        self._any, self._line = True, text
-        write_text(text)
 
 
 def _is_terminal() -> bool:
@@ -277,4 +249,4 @@ def _is_terminal() -> bool:
 def _dimmed(line: str) -> None:
     """A line on stderr."""
     dims = sys.stderr is not None and sys.stderr.isatty()
-    say(f"{_DIM}{line}{_PLAIN}" if dims else line)
+    say(f"{DIM}{line}{PLAIN}" if dims else line)

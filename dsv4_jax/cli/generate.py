@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import time
 
+from ..chat import Parser
 from ..config import DSV4Config
 from ..errors import OptionError
 from ..manager import CachePolicy, SnapshotPlacement
-from ..text import Tokenizer
+from ..text import TextStream
 from .answers import Answer, AnswerPrinter
 from .engine import (
     Model,
@@ -33,7 +34,7 @@ from .options import (
     refuse_same,
 )
 from .printing import Progress, present, say
-from .prompts import Prompt, add_prompts, encode, given_prompts, open_tokenizer
+from .prompts import Prompt, add_prompts, encode, given_prompts, open_chat, open_tokenizer
 from .sampling import add_sampling, sampling_of, stops_of
 from .values import given_path, natural, positive
 
@@ -84,7 +85,8 @@ def run(args: argparse.Namespace) -> int:
     refuse_same({"--prompt-file": args.prompt_file, "--json": args.json})
     model = Model(args)
     cfg, layout = model.cfg, model.layout
-    prompts, tokenizer = _prompts(args, cfg)
+    answers = _answers(args, cfg)
+    prompts = [answer.prompt for answer in answers]
     side_by_side = min(args.max_batch, len(prompts))
     tensor = devices_sharing_heads(args.tensor, args.devices, side_by_side)
     if args.pool and tensor == 1:
@@ -106,7 +108,6 @@ def run(args: argparse.Namespace) -> int:
     ranks = tensor if args.pool else 1
     size = choose_size(layout, needs, high, memory, args.cache_memory, snapshots=keeps, ranks=ranks)
 
-    answers = [Answer(prompt, tokenizer, args.stop, args.max_new_tokens) for prompt in prompts]
     with open_stores(args.store, layout) as stores, open_exchanges(mesh) as exchanges:
         began = time.perf_counter()
         _, params = load(args.checkpoint, form, drafts=model.drafts, mesh=mesh)
@@ -177,8 +178,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _prompts(args: argparse.Namespace, cfg: DSV4Config) -> tuple[list[Prompt], Tokenizer | None]:
-    """The prompts, and the tokenizer if there are texts among them. Raises `OptionError`, `FileError`, `PlanError`."""
+def _answers(args: argparse.Namespace, cfg: DSV4Config) -> list[Answer]:
+    """What is to be sampled for each prompt. Raises `OptionError`, `FileError`, `PlanError`."""
     given = given_prompts(args)
     texts = any(isinstance(content, str) for _, content in given)
     if args.stop and not texts:
@@ -186,7 +187,15 @@ def _prompts(args: argparse.Namespace, cfg: DSV4Config) -> tuple[list[Prompt], T
     if "" in args.stop:
         raise OptionError("--stop: an empty text")
     tokenizer = open_tokenizer(args.checkpoint) if texts else None
-    return encode(given, tokenizer, args, cfg.vocab_size), tokenizer
+    chat = open_chat(args, tokenizer) if args.chat and tokenizer is not None else None
+
+    def reader(prompt: Prompt) -> TextStream | Parser | None:
+        if chat is not None and prompt.chat is not None:
+            return chat.parser(prompt.chat, stops=args.stop)
+        return None if tokenizer is None or prompt.text is None else TextStream(tokenizer, args.stop)
+
+    prompts = encode(given, tokenizer, chat, args, cfg.vocab_size)
+    return [Answer(prompt, reader(prompt), args.max_new_tokens) for prompt in prompts]
 
 
 def _chunk(args: argparse.Namespace, prompts: list[Prompt], shards: int) -> int:
@@ -207,9 +216,9 @@ def _needs(prompts: list[Prompt], new: int, ahead: int, cfg: DSV4Config) -> list
     Raises `OptionError` if the model has no position for one.
     """
     limit = cfg.max_position_embeddings
-    for source, tokens, _ in prompts:
+    for source, tokens, *_ in prompts:
         if len(tokens) + new - 1 > limit:
             raise OptionError(
                 f"{source}, --max-new-tokens: {len(tokens)} tokens and {new} new ones exceed the model's {limit}"
             )
-    return [min(len(tokens) + new - 1 + ahead, limit) for _, tokens, _ in prompts]
+    return [min(len(tokens) + new - 1 + ahead, limit) for _, tokens, *_ in prompts]

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from ..chat import MODELS, Chat, model_of
+from ..chat import MODELS, Chat, ChatPrompt, model_of
 from ..errors import CheckpointError, FileError, OptionError
 from ..text import Tokenizer
 from ..untrusted import brief, parse_json
@@ -40,11 +40,12 @@ class Given(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """A prompt as it is fed. `text`: None if it was given as ids."""
+    """A prompt as it is fed. `text`: None if it was given as ids; `chat`: None if it is no conversation."""
 
     source: str
     tokens: list[int]
     text: str | None
+    chat: ChatPrompt | None = None
 
 
 def add_prompts(parser: argparse.ArgumentParser) -> None:
@@ -103,9 +104,17 @@ def open_chat(args: argparse.Namespace, tokenizer: Tokenizer) -> Chat:
         return Chat(tokenizer, model=args.chat_model or model_of(args.checkpoint))
 
 
-def encode(given: list[Given], tokenizer: Tokenizer | None, args: argparse.Namespace, vocab_size: int) -> list[Prompt]:
-    """Returns the ids of all. `tokenizer`: there if one is a text. Raises `OptionError`."""
-    chat = open_chat(args, tokenizer) if args.chat and tokenizer is not None else None
+def encode(
+    given: list[Given], tokenizer: Tokenizer | None, chat: Chat | None, args: argparse.Namespace, vocab_size: int
+) -> list[Prompt]:
+    """Returns the ids of all.
+
+    Args:
+        tokenizer: there if one is a text.
+        chat: there if texts are questions.
+
+    Raises `OptionError`.
+    """
     prompts = []
     for source, content in given:
         if isinstance(content, list):
@@ -113,15 +122,15 @@ def encode(given: list[Given], tokenizer: Tokenizer | None, args: argparse.Names
             continue
         assert tokenizer is not None
         with naming("--chat" if chat else "--checkpoint"):
-            if chat is None:
-                ids = tokenizer.encode(content)
-            else:
-                asked = [{"role": "user", "content": content}]
-                ids = chat.encode(asked, thinking=args.chat == "think", reasoning_effort=args.effort)
+            asked = None
+            if chat is not None:
+                said = [{"role": "user", "content": content}]
+                asked = chat.prompt(said, thinking=args.chat == "think", reasoning_effort=args.effort)
+            ids = tokenizer.encode(content) if asked is None else asked.ids
         if not ids:
             raise OptionError(f"{source}: {short(content)} has no tokens")
-        prompts.append(Prompt(source, ids, content))
-    for source, tokens, text in prompts:
+        prompts.append(Prompt(source, ids, content, asked))
+    for source, tokens, text, _ in prompts:
         wrong = next((token for token in tokens if not 0 <= token < vocab_size), None)
         if wrong is not None:
             of = "" if text is None else " (the tokenizer is another model's)"

@@ -193,7 +193,7 @@ def test_one_prompt_streams(checkpoint, script, capsys, monkeypatch):
     monkeypatch.setattr("dsv4_jax.cli.answers.write_text", shown.append)
     script([5, 6, 7, 8, 9, 1, 3])
     assert main(generate(checkpoint, "--tokens", "1,2,3", "--max-new-tokens", "5")) == 0
-    assert shown == ["5", ",6", ",7", ",8", ",9\n"]
+    assert shown == ["5", ",6", ",7", ",8", ",9", "\n"]
     shown.clear()
     assert main(generate(checkpoint, "--tokens", "1,2,3", "--max-new-tokens", "7", "--decode-steps", "2")) == 0
     assert shown == ["5", ",6,7", ",8,9", "\n"], "token 1 is the checkpoint's end"
@@ -272,7 +272,7 @@ def test_text(with_text, script, capsys):
     assert capsys.readouterr().out.startswith("[1] 'a\\nb': 2 tokens, length\nd\ufffd\n\n[2] '4': 2 tokens, length\n")
 
 
-def test_chat(with_text, script, capsys):
+def test_chat(with_text, script, capsys, tmp_path, monkeypatch):
     pytest.importorskip("deepseek_recipe")
     asked = script([ids_of("no")[0], 1])
     assert main(generate(with_text, "--prompt", "why?", "--chat")) == 0
@@ -283,6 +283,19 @@ def test_chat(with_text, script, capsys):
     assert main(generate(with_text, "--prompt", "<think>", "--chat", "think", "--effort", "low")) == 0
     assert asked.prompts == [[0, 2, *ids_of("<think>"), 3, 4]], "what users type is no mark"
     capsys.readouterr()
+    script([*ids_of("no way"), 5, *ids_of("no?"), 1], [*ids_of("hm"), 1])
+    argv = generate(with_text, "--chat", "think", "--stop", "way", "--stop", "?", "--prompt", "a")
+    assert main([*argv, "--json", str(tmp_path / "answers.json")]) == 0
+    assert capsys.readouterr().out == "no way\n\nno\n", "reasoning, then the answer, which alone is what a text ends"
+    (found,) = json.loads((tmp_path / "answers.json").read_text())["answers"]
+    assert (found["reasoning"], found["text"], found["end"]) == ("no way", "no", "stop")
+    assert main([*argv, "--prompt", "b"]) == 0
+    out = capsys.readouterr().out
+    assert out == "[2] 'b': 2 tokens, stop\nhm\n\n[1] 'a': 10 tokens, stop\nno way\n\nno\n\n", "as they end"
+    script([*ids_of("hm"), *ids_of("hm")], interrupt_after=3)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(argv) == 130
+    assert capsys.readouterr().out == "\x1b[2mhmh\x1b[0m\n", "nothing that follows is dimmed"
     argv = generate(with_text, "--prompt", "a", "--effort", "5")
     refused(capsys, [*argv, "--chat", "think"], "--chat: ", "levels only")
     refused(capsys, argv, "--effort: says how hard --chat think thinks")
