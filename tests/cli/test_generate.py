@@ -295,7 +295,7 @@ def test_chat(with_text, script, capsys, tmp_path, monkeypatch):
     script([*ids_of("hm"), *ids_of("hm")], interrupt_after=3)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert main(argv) == 130
-    assert capsys.readouterr().out == "\x1b[2mhmh\x1b[0m\n", "nothing that follows is dimmed"
+    assert capsys.readouterr().out == "\x1b[2mhm\x1b[0m\n", "nothing that follows is dimmed"
     argv = generate(with_text, "--prompt", "a", "--effort", "5")
     refused(capsys, [*argv, "--chat", "think"], "--chat: ", "levels only")
     refused(capsys, argv, "--effort: says how hard --chat think thinks")
