@@ -57,7 +57,7 @@ class DeviceExecutor:
         exchanges: of the mesh's axes, checked after every call.
         drivers: of each data shard, for storage: a `StorageDriver`.
         remote: for hand-offs, on whose transport `host` is published. Should that host pool be lost, hand-offs end.
-        top: the most likeliest tokens of a place that a request may ask for.
+        top: the most likeliest tokens of a place that a request may ask for; no more than the vocabulary has.
         acceptance, least_confidence: as of `draft_step`.
         implementation: of the ops.
 
@@ -89,7 +89,7 @@ class DeviceExecutor:
         self._remote, self._asleep = remote, False
         self._remote_error: TransferError | None = None
         self._fence: Any = None  # of the call sent last
-        self._top = check_integer("top", top, 0, cache.layout.cfg.vocab_size, error=PlanError)
+        self._top = min(check_integer("top", top, 0, error=PlanError), cache.layout.cfg.vocab_size)
         self._implementation = frozen(implementation)
         self._placement = CompiledSteps(cache, [exchange.peers for exchange in exchanges])
         self._words = mask_words(cache.layout.cfg.vocab_size)

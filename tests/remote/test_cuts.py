@@ -102,6 +102,8 @@ def test_a_cut_ends_what_is_under_way(sides, begun, monkeypatch) -> None:
         monkeypatch.setattr(sender.transport._engine._server, "_answer", lambda *_: time.sleep(0.05) or 1 / 0)
         taker.poll()
         assert arrival.reads
+    # Else the peer may be found again before anything was asked of it.
+    monkeypatch.setattr(type(taker.transport._engine), "connect", lambda *_: 1 / 0)
     cut(sender)
     until(lambda: taker.poll() or arrival.is_over)
     assert arrival.failure is not None and not taker.manager.cache.reading
