@@ -8,8 +8,6 @@
 #include "dense/round_rows.cuh"
 #include "products_time.cuh"
 
-namespace {
-
 using namespace dsv4;
 
 // A matrix in several copies, and rows and results for each, so that what a call reads comes from memory.
@@ -27,6 +25,8 @@ struct Problem {
     return static_cast<size_t>((weight_rows + kE4m3ScaleRows - 1) / kE4m3ScaleRows) * (columns / kE4m3Columns);
   }
 };
+
+namespace {
 
 __device__ uint32_t mixed(uint32_t x) {
   x ^= x >> 16, x *= 0x7feb352du, x ^= x >> 15, x *= 0x846ca68bu, x ^= x >> 16;
