@@ -98,13 +98,20 @@ class Cluster:
             for name, process in self.processes.items():
                 assert process.poll() is None, (self.logs / f"{name}.log").read_text()[-3000:]
             if self.registered() >= workers:
-                try:
-                    if self.ask("/v1/models")["data"]:
+                # A model that is listed may have no stream to its worker yet: the frontend answers 503 until then.
+                probe = dict(model="tiny", prompt=[3], max_tokens=1, temperature=0)
+                with contextlib.suppress(OSError):
+                    if self.ask("/v1/models")["data"] and self.ask("/v1/completions", probe)["choices"]:
                         return
-                except OSError:
-                    pass
             assert time.monotonic() < until, [*self.logs.rglob("*")]
             time.sleep(0.1)
+
+    def wait_for_words(self, words: str) -> None:
+        """Until the frontend's log has these."""
+        until = time.monotonic() + PATIENCE
+        while words not in (self.logs / "frontend.log").read_text():
+            assert time.monotonic() < until
+            time.sleep(0.05)
 
     def registered(self) -> int:
         """Workers that discovery has."""
@@ -258,6 +265,7 @@ def test_a_prefill_and_a_decode_process_answer_as_one(cluster) -> None:
     here.worker("prefill", "bytes", "--mode", "prefill", "--no-kv-routing")
     here.worker("decode", "bytes", "--mode", "decode", "--no-kv-routing")
     here.wait(2)
+    here.wait_for_words("Prefill router target activated")
     for length in (60, 3, 90):
         prompt = [200 + i * i % 977 for i in range(length)]
         body = dict(model="tiny", prompt=prompt, max_tokens=10, temperature=0, ignore_eos=True)
