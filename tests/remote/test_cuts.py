@@ -52,10 +52,10 @@ def hand_over(sender: Side, taker: Side, peer, prompt: list[int]) -> int:
     sender.manager.release_request(request)
     (handoff,) = sender.poll()
     arrival = taker.driver.receive(handoff.to_json(), peer, prompt, namespace=A)
-    until(lambda: taker.poll() or arrival.is_over)
+    until(lambda: [taker.poll()] and arrival.is_over)
     request = taker.manager.admit_remote(arrival)
     taker.manager.release_request(request)
-    until(lambda: taker.poll() or sender.poll() or not sender.manager.leases)
+    until(lambda: [taker.poll(), sender.poll()] and not sender.manager.leases)
     return request.num_hit
 
 
@@ -65,8 +65,8 @@ def test_hand_offs_go_on_after_every_cut(sides) -> None:
         prompt = [(i + n * n) % VOCAB for n in range(2 * BLOCK + 3)]
         assert hand_over(sender, taker, peer, [i, *prompt]) == 2 * BLOCK
         cut(sender)
-        until(lambda: taker.poll() or peer.error is not None)
-        until(lambda: taker.poll() or peer.error is None)
+        until(lambda: [taker.poll()] and peer.error is not None)
+        until(lambda: [taker.poll()] and peer.error is None)
     assert (peer.losses, peer.reconnects) == (12, 12) and taker.driver.counts["done"] == 12
     assert not taker.driver.given_up and not sender.manager.leases and not taker.manager.cache.reading
     stats = taker.transport.stats()
@@ -81,14 +81,14 @@ def test_receive_says_that_the_peer_is_lost(sides, monkeypatch) -> None:
     with monkeypatch.context() as during:
         during.setattr(type(taker.transport._engine), "connect", lambda *_: 1 / 0)
         cut(sender)
-        until(lambda: taker.poll() or peer.error is not None)
+        until(lambda: [taker.poll()] and peer.error is not None)
         with pytest.raises(PeerError, match="gone"):
             taker.driver.receive(handoff.to_json(), peer, PROMPT, namespace=A)
         assert not taker.driver.busy and not taker.manager.cache.reading, "nothing has changed"
         assert taker.transport.stats().lost == 1
-    until(lambda: taker.poll() or peer.error is None)
+    until(lambda: [taker.poll()] and peer.error is None)
     arrival = taker.driver.receive(handoff.to_json(), peer, PROMPT, namespace=A)
-    until(lambda: taker.poll() or arrival.is_over)
+    until(lambda: [taker.poll()] and arrival.is_over)
     assert taker.manager.admit_remote(arrival).num_hit == 4 * BLOCK
 
 
@@ -106,11 +106,11 @@ def test_a_cut_ends_what_is_under_way(sides, begun, monkeypatch) -> None:
     # Else the peer may be found again before anything was asked of it.
     monkeypatch.setattr(type(taker.transport._engine), "connect", lambda *_: 1 / 0)
     cut(sender)
-    until(lambda: taker.poll() or arrival.is_over)
+    until(lambda: [taker.poll()] and arrival.is_over)
     assert arrival.failure is not None and not taker.manager.cache.reading
     assert sum(taker.driver.given_up.values()) == taker.driver.given_up["host gone"] == 1
     monkeypatch.undo()
-    until(lambda: taker.poll() or sender.poll() or not sender.manager.leases)  # told when the peer was found
+    until(lambda: [taker.poll(), sender.poll()] and not sender.manager.leases)  # told when the peer was found
     assert peer.error is None and hand_over(sender, taker, peer, [5, *PROMPT]) == 4 * BLOCK
 
 
@@ -188,11 +188,11 @@ def test_a_lease_is_ended_by_its_own_host_alone(sides) -> None:
         (handoff,) = sender.poll()
         for word in ({"acknowledge": handoff.lease}, {"again": handoff.lease, "first": 0}):
             other.transport.notify(theirs, json.dumps(word).encode())
-        until(lambda: sender.poll() or sender.driver.counts["foreign"] == 2)
+        until(lambda: [sender.poll()] and sender.driver.counts["foreign"] == 2)
         assert handoff.lease in sender.manager.leases.active and not sender.driver.take_handoffs()
         arrival = taker.driver.receive(handoff.to_json(), peer, PROMPT, namespace=A)
-        until(lambda: taker.poll() or arrival.is_over)
-        until(lambda: taker.poll() or sender.poll() or not sender.manager.leases)
+        until(lambda: [taker.poll()] and arrival.is_over)
+        until(lambda: [taker.poll(), sender.poll()] and not sender.manager.leases)
         assert sender.driver.counts["acknowledged"] == 1
         page = prometheus_text(sender.driver.stats(), prefix="dsv4_transport").splitlines()
         for name, count in {"exported": 1, "announced": 1, "acknowledged": 1, "asked_again": 0, "foreign": 2}.items():
@@ -212,9 +212,9 @@ def test_the_first_host_that_names_a_lease_has_it_and_names_cannot_be_guessed(si
             sender.manager.release_request(request)
         assert len(leases[0].split("-")[-1]) == 32 and leases[0].split("-")[-1] != leases[1].split("-")[-1]
         taker.transport.notify(peer, json.dumps({"again": leases[0], "first": 0}).encode())
-        until(lambda: sender.poll() or leases[0] in sender.driver._takers)
+        until(lambda: [sender.poll()] and leases[0] in sender.driver._takers)
         other.transport.notify(theirs, json.dumps({"acknowledge": leases[0]}).encode())
-        until(lambda: sender.poll() or sender.driver.counts["foreign"] == 1)
+        until(lambda: [sender.poll()] and sender.driver.counts["foreign"] == 1)
         assert leases[0] in sender.manager.leases.active
 
 
@@ -223,8 +223,8 @@ def test_notices_for_others_that_nobody_takes_are_bounded(sides) -> None:
     for _ in range(30):
         taker.transport.notify(peer, bytes(100_000))
     taker.transport.notify(peer, b"{}")
-    until(lambda: sender.poll() or sender.driver.counts["dropped"] == 20)
-    until(lambda: sender.poll() or sender.driver.counts["dropped"] + len(sender.driver._messages._queues) >= 21)
+    until(lambda: [sender.poll()] and sender.driver.counts["dropped"] == 20)
+    until(lambda: [sender.poll()] and sender.driver.counts["dropped"] + len(sender.driver._messages._queues) >= 21)
     assert [len(each.message) for each in sender.driver.take_messages()][:10] == [100_000] * 10
     assert sender.driver.take_messages() == []
 
@@ -239,6 +239,6 @@ def test_a_part_of_what_was_closed_is_refused_and_its_host_told(sides) -> None:
     for _ in range(2):
         with pytest.raises(HandoffError, match="nobody waits"):
             taker.driver.receive(handoff.to_json(), peer, PROMPT, namespace=A)
-        until(lambda: taker.poll() or not taker.driver.busy)
-    until(lambda: sender.poll() or not sender.manager.leases)
+        until(lambda: [taker.poll()] and not taker.driver.busy)
+    until(lambda: [sender.poll()] and not sender.manager.leases)
     assert taker.driver.given_up == {"closed": 1} and taker.driver.counts["begun"] == 1
