@@ -35,9 +35,10 @@ from .formats import Part, RowFormat
 from .former_names import former_keywords
 from .schema import HcaState, LayerCacheSchema, PoolSchema, build_schema, checked_block_tokens
 
-__all__ = ["CacheLayout", "CacheSize", "KeySplit", "LeafSpec", "check_layout"]
+__all__ = ["CacheLayout", "CacheSize", "KeySplit", "LeafSpec", "Numerics", "check_layout"]
 
 KeySplit = Literal["throughput", "latency", "context"]
+Numerics = Literal["plain", "released"]
 Scope = Literal["block", "slot", "table"]
 MAX_LEAVES = 24
 # The order of the leaves, and so of the parts of a stored record.
@@ -144,10 +145,12 @@ class CacheLayout:
             token's bits are then the same over 1, 2, 4 or 8 ranks of a pool axis. No array depends on it. It is a fact
             of the deployment, like the formats: a token's bits are the same in every batch under each, but not the
             same under all.
+        numerics: what the model that fills the cache rounds: "plain", or "released" (`model.released`), whose rows are
+            others. No array depends on it; all fingerprints do, so that what one stored is never a hit of the other.
 
     Raises:
-        LayoutError: unknown format or key split, impossible block size or draft count, formats of too many parts, or
-            `cfg` is none.
+        LayoutError: unknown format, key split or numerics, impossible block size or draft count, formats of too many
+            parts, or `cfg` is none.
     """
 
     @former_keywords(include_mtp="include_drafts")
@@ -162,6 +165,7 @@ class CacheLayout:
         hca_state: HcaState = "online",
         include_drafts: bool = False,
         key_split: KeySplit = "throughput",
+        numerics: Numerics = "plain",
     ):
         if not isinstance(cfg, DSV4Config):
             raise LayoutError(f"cfg must be a DSV4Config, got {shown(cfg)}")
@@ -169,10 +173,12 @@ class CacheLayout:
         self.schedule = build_schedule(cfg, include_drafts=self.include_drafts)
         self.block_tokens = checked_block_tokens(block_tokens, cfg)
         self.draft_tokens = check_integer("draft_tokens", draft_tokens, high=INT32_MAX, error=LayoutError)
-        if key_split not in get_args(KeySplit):
-            raise LayoutError(f"key_split must be {', '.join(map(repr, get_args(KeySplit)))}, got {key_split!r}")
+        for name, value, known in (("key_split", key_split, KeySplit), ("numerics", numerics, Numerics)):
+            if value not in get_args(known):
+                raise LayoutError(f"{name} must be {', '.join(map(repr, get_args(known)))}, got {value!r}")
         self.hca_state: HcaState = hca_state
         self.key_split: KeySplit = key_split
+        self.numerics: Numerics = numerics
         self.kv_row: RowFormat = formats.kv_format(kv_format, cfg.head_dim, cfg.rope_dim)
         self.index_row: RowFormat = formats.index_format(index_format, cfg.index_head_dim)
         sizes = dict(block_tokens=self.block_tokens, draft_tokens=self.draft_tokens, hca_state=hca_state)
@@ -186,7 +192,7 @@ class CacheLayout:
         if len(self.leaves) > MAX_LEAVES:  # a step is to stay cheap to dispatch
             raise LayoutError(f"{len(self.leaves)} arrays, at most {MAX_LEAVES}: the row formats have too many parts")
         # With the key split: compiled steps are found by their layout, and each split is another computation.
-        choices = (self.draft_tokens, hca_state, include_drafts, key_split)
+        choices = (self.draft_tokens, hca_state, include_drafts, key_split, numerics)
         self._key = (cfg, self.kv_row, self.index_row, self.block_tokens, *choices)
         self._hash = hash(self._key)  # the last: from here on nothing can be set
 
@@ -208,7 +214,8 @@ class CacheLayout:
         return (
             f"CacheLayout({self.cfg.num_layers} layers, kv_format={self.kv_row.name!r}, "
             f"index_format={self.index_row.name!r}, block_tokens={self.block_tokens}, "
-            f"draft_tokens={self.draft_tokens}, hca_state={self.hca_state!r}, key_split={self.key_split!r})"
+            f"draft_tokens={self.draft_tokens}, hca_state={self.hca_state!r}, key_split={self.key_split!r}, "
+            f"numerics={self.numerics!r})"
         )
 
     def layer(self, layer_idx: int) -> LayerSpec:
@@ -303,13 +310,14 @@ class CacheLayout:
     def fingerprint(self) -> str:
         """Hex digest that two caches share exactly if their arrays mean the same: what a plan and a layout are for.
 
-        It names a format, not who computed the values: kernels, devices and `key_split`, which decide their last
-        bits, are no part of it, nor of the two below, so stored records outlive a change of these.
+        It names a format and the model's `numerics`, not who computed the values: kernels, devices and `key_split`,
+        which decide their last bits, are no part of it, nor of the two below, so stored records outlive a change of
+        these.
         """
         facts: list[Any] = [dataclasses.astuple(leaf) for leaf in self.leaves]
         facts.append((self.kv_row.name, self.index_row.name, self.block_tokens, self.cfg.csa_ratio, self.cfg.hca_ratio))
         facts.append([spec.attn.value for spec in self.schedule])
-        return _digest(facts)
+        return _digest(facts + self._numerics_facts)
 
     @functools.cached_property
     def block_fingerprint(self) -> str:
@@ -341,7 +349,12 @@ class CacheLayout:
     def _record_facts(self) -> list[Any]:
         """Returns the facts by which records of blocks, and those of snapshots, are told apart."""
         has_hca = AttentionType.HCA in self.cfg.layer_types
-        return [(self.cfg.csa_ratio, self.cfg.hca_ratio), self.hca_state if has_hca else None]
+        return [(self.cfg.csa_ratio, self.cfg.hca_ratio), self.hca_state if has_hca else None, *self._numerics_facts]
+
+    @property
+    def _numerics_facts(self) -> list[Any]:
+        """Returns the facts by which numerics are told apart: none of plain ones, which had no name once."""
+        return [] if self.numerics == "plain" else ["numerics", self.numerics]
 
     def _leaves(self) -> Iterator[LeafSpec]:
         pools: dict[str, list[PoolSchema]] = {name: [] for name in _POOLS}

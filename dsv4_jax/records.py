@@ -73,7 +73,7 @@ def snapshot_layouts(layout: CacheLayout) -> tuple[CacheLayout, ...]:
         return (layout,)
     rows = layout.kv_row.name, layout.index_row.name
     sizes = dict(block_tokens=layout.block_tokens, draft_tokens=layout.draft_tokens)
-    choices: dict[str, Any] = dict(hca_state=layout.hca_state, key_split=layout.key_split)
+    choices: dict[str, Any] = dict(hca_state=layout.hca_state, key_split=layout.key_split, numerics=layout.numerics)
     return layout, CacheLayout(layout.cfg, *rows, **sizes, **choices, include_drafts=not layout.include_drafts)
 
 

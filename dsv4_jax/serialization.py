@@ -40,6 +40,7 @@ def layout_to_json(layout: CacheLayout) -> str:
         "hca_state": layout.hca_state,
         "include_drafts": layout.include_drafts,
         "key_split": layout.key_split,
+        "numerics": layout.numerics,
     }
     return json.dumps({"cfg": cfg, "options": options, "fingerprint": layout.fingerprint})
 

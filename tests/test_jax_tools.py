@@ -40,7 +40,7 @@ SIZE = CacheSize(6, 3, 2)
 LAYOUTS = [
     LAYOUT,
     CacheLayout(DSV4Config.flash(), "bf16", "fp8", 256, 3, hca_state="raw", include_drafts=True, key_split="latency"),
-    CacheLayout(dataclasses.replace(CFG, yarn=None), "fp8_per_entry", "f32"),
+    CacheLayout(dataclasses.replace(CFG, yarn=None), "fp8_per_entry", "f32", numerics="released"),
 ]
 
 

@@ -349,6 +349,7 @@ def test_records_are_shared_by_layouts_that_differ_in_nothing_they_hold(kv_forma
         (make(block_tokens=256), False, True),
         (make(index_format="fp8"), False, True),
         (make(hca_state="raw"), False, False),
+        (make(numerics="released"), False, False),
         (CacheLayout(flash, "fp8_per_entry"), False, False),
         (CacheLayout(dataclasses.replace(flash, sliding_window=64), kv_format), True, False),
         (CacheLayout(DSV4Config.pro(), kv_format), False, False),
@@ -409,6 +410,7 @@ def test_draft_tokens_size_the_rings(n: int) -> None:
         ({"hca_state": "both"}, "hca_state"),
         ({"key_split": "balanced"}, "key_split .* 'balanced'"),
         ({"key_split": None}, "key_split"),
+        ({"numerics": "exact"}, "numerics .* 'plain', 'released', got 'exact'"),
     ],
 )
 def test_unknown_options_are_named(options: dict, name: str) -> None:
@@ -511,9 +513,10 @@ def test_layouts_are_values() -> None:
         CacheLayout(DSV4Config.flash(), block_tokens=256),
         CacheLayout(DSV4Config.flash(), hca_state="raw"),
         CacheLayout(DSV4Config.flash(), draft_tokens=1),
+        CacheLayout(DSV4Config.flash(), numerics="released"),
         CacheLayout(DSV4Config.pro()),
     ]
-    assert len({x.fingerprint for x in (a, *others)}) == len({a, *others}) == 7
+    assert len({x.fingerprint for x in (a, *others)}) == len({a, *others}) == 8
 
 
 def test_key_splits_are_other_steps_over_the_same_blocks() -> None:

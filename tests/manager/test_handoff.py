@@ -26,6 +26,7 @@ from dsv4_jax.errors import (
     PlanError,
     RequestError,
 )
+from dsv4_jax.layout import Numerics
 from dsv4_jax.manager import CachePolicy, Handoff, HostSize, LeaseShares, Namespace, prometheus_text
 from dsv4_jax.manager.remote_tier import RemoteTier
 from tests.clock import FakeClock
@@ -129,10 +130,11 @@ class Host:
         host: HostSize | None = HOST,
         weights: str = "w",
         block: int = BLOCK,
+        numerics: Numerics = "plain",
         leases: LeaseShares | None = None,
     ):
         self.clock = FakeClock()
-        layout = CacheLayout(LAYOUT.cfg, block_tokens=block, draft_tokens=drafts)
+        layout = CacheLayout(LAYOUT.cfg, block_tokens=block, draft_tokens=drafts, numerics=numerics)
         size = CacheSize(blocks, 2, 8, num_snapshots=2)
         self.manager = KVCacheManager(
             layout,
@@ -524,6 +526,7 @@ def test_other_weights_another_tenant_and_other_tokens_are_refused() -> None:
         (Host(), PROMPT[: 5 * BLOCK], SPACE, "total"),
         (Host(host=None), PROMPT, SPACE, "total"),
         (Host(block=2 * BLOCK), PROMPT, SPACE, "block_fingerprint"),
+        (Host(numerics="released"), PROMPT, SPACE, "block_fingerprint"),
     ):
         with pytest.raises(HandoffError) as caught:
             taker.tier.expect(data, tokens, namespace=space)
