@@ -59,7 +59,7 @@ add_kernels(
   rows/gather.cu
   rows/kv_store.cu
   swap/swap.cu)
-add_kernels(CLUSTER index/top_k.cu)
+add_kernels(CLUSTER index/top_k.cu sampling/sample_tokens.cu)
 add_kernels(
   HOPPER
   attend/bf16.cu

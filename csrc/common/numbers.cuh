@@ -18,6 +18,16 @@ constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 __device__ __forceinline__ float of_exponent_field(uint32_t field) { return __uint_as_float(field << kFloatMantissa); }
 __device__ __forceinline__ float power_of_two(int k) { return of_exponent_field(static_cast<uint32_t>(k + kBias)); }
 
+// Larger for larger numbers; NaN is the largest. Zero is no number's.
+__device__ __forceinline__ uint32_t in_order(float x) {
+  if (x != x) return ~0u;
+  const uint32_t bits = __float_as_uint(x + 0.f);  // one zero
+  return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+__device__ __forceinline__ float number_at(uint32_t order) {
+  return __uint_as_float(order >> 31 ? order & 0x7FFFFFFFu : ~order);
+}
+
 // Numbers below the normal ones become zeros of their sign, as on the matrix units.
 __device__ __forceinline__ void flush_subnormal(float& x) {
   if (fabsf(x) < kLeastNormal) x = copysignf(0.f, x);

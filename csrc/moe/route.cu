@@ -6,6 +6,7 @@
 
 #include "common/handler.h"
 #include "common/lanes.cuh"
+#include "common/numbers.cuh"
 #include "common/overlap.cuh"
 
 namespace dsv4 {
@@ -28,13 +29,6 @@ constexpr int kNanBits = 0x7FFFFFFF;
 
 __device__ __forceinline__ float expert_score(float logit) {
   return sqrtf(fmaxf(logit, 0.f) + log1pf(expf(-fabsf(logit))));
-}
-
-// Larger for larger numbers; NaN is the largest. Zero is no number's.
-__device__ __forceinline__ uint32_t in_order(float x) {
-  if (x != x) return ~0u;
-  const uint32_t bits = __float_as_uint(x + 0.f);  // one zero
-  return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
 // A block a token, a thread an expert. Each warp finds the best of its 32, the first one the best of those.

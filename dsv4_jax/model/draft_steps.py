@@ -215,6 +215,7 @@ class _How:
                 logits, guesses, jnp.stack(shares, 1), verified, self.sampling, position, **given
             )
         else:
+            given |= dict(implementation=self.implementation)
             drawn, kept = accept(logits, guesses, verified, self.sampling, position, **given)
         if counts is not None:
             counts = counted(counts, plan.seq_slot, self.sampling, drawn.tokens, kept)
@@ -277,7 +278,8 @@ class _How:
         masks = None if self.masks is None else self.masks[:, i]
         seen = with_guesses(counts, jnp.stack(before, 1)) if before and counts is not None else counts
         if not self.standard:
-            return sample(logits, self.sampling, position, masks=masks, counts=seen).tokens
+            asked = dict(masks=masks, counts=seen, implementation=self.implementation)
+            return sample(logits, self.sampling, position, **asked).tokens
         assert self.sampling is not None
         shares.append(distribution(logits, self.sampling, masks=masks, counts=seen))
         return draw(shares[-1], self.sampling, position)

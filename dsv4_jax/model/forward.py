@@ -135,7 +135,7 @@ def sample_step(
     plan = step.plan
     logits = head(params, _last(residual, plan), cache.layout.cfg, implementation)
     position = jnp.maximum(plan.seq_start + plan.seq_count - np.int32(1), 0)
-    asked: dict[str, Any] = dict(masks=masks, logprobs=logprobs, top=top)
+    asked: dict[str, Any] = dict(masks=masks, logprobs=logprobs, top=top, implementation=implementation)
     drawn = sample_rows(logits, plan.seq_slot, position, sampling, counts, **asked)
     return drawn._replace(experts=experts), step.finish()
 
@@ -248,7 +248,7 @@ def decode_loop(
         RequestError: masks for more than one step.
     """
     check_masks(masks, num_steps)
-    asked: dict[str, Any] = dict(masks=masks, logprobs=logprobs, top=top)
+    asked: dict[str, Any] = dict(masks=masks, logprobs=logprobs, top=top, implementation=implementation)
     begun = cache.begin(_one_token_each(plan))
     cache, plan = begun.finish(partial=True), begun.plan.settled()  # once for all steps
     check_tokens(tokens, plan.num_seqs)

@@ -1,14 +1,9 @@
 """Sampling of the next token from logits: settings as data, one executable whatever each request asks for.
 
-A token is drawn by the Gumbel-max rule: the largest of logit / temperature + noise, where the noise is a function of a
-row's seed, the position and the token's id, and of nothing else (Threefry-2x32 of Salmon et al. 2011, 20 rounds: the
-seed is its key, position and id its counter). So a draw depends neither on the batch nor on the number of steps in a
-call, a filter only takes tokens out of the race, and a draft that is drawn with the noise of its place is right
-whenever it can be (`speculative.py`).
-
-Filters need no order of the vocabulary. Whether they keep a token follows from how many tokens stand before it and how
-much probability these have, a count and a sum. So the winner of the race over all tokens is looked at; if the filters
-do not keep it, neither do they keep what stands behind it, and the race is run again over those before it.
+The draws themselves are an op, `ops.sample_tokens`: the largest of logit / temperature + noise, where the noise is a
+function of a row's seed, the position and the token's id, and of nothing else. So a draw depends neither on the batch
+nor on the number of steps in a call, a filter only takes tokens out of the race, and a draft that is drawn with the
+noise of its place is right whenever it can be (`speculative.py`).
 """
 
 from __future__ import annotations
@@ -16,9 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import struct
-from collections.abc import Iterable
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +20,9 @@ from jax import lax
 
 from ..checks import INT32_MAX, check_integer
 from ..errors import RequestError, ShapeError
+from ..ops.numerics import row_total
+from ..ops.registry import Choice, offered
+from ..ops.sample_tokens import SETTINGS, SamplingRows, noise, sample_tokens, threefry
 from ..untrusted import brief
 
 __all__ = [
@@ -50,8 +46,6 @@ __all__ = [
 SECOND, THIRD = np.uint32(1 << 31), np.uint32(3 << 30)
 IN_PROMPT = 1 << 30  # of a token's count: it stands in the prompt
 _INF = np.float32(np.inf)
-_TERMS = 16  # added in a row by `_total`
-_ROW = struct.Struct("<6fiIII")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,63 +127,10 @@ class Sampling:
         bits = (self.seed or 0) & (2**64 - 1)
         kind = 0 if self.greedy else 2 if self.top_k or self.top_p < 1 or self.min_p else 1
         last = min(int(self.top_k), INT32_MAX), 1 | kind << 1, bits & 0xFFFFFFFF, bits >> 32
-        return _ROW.pack(self.temperature, reach, self.min_p, *penalties, *last)
+        return SETTINGS.pack(self.temperature, reach, self.min_p, *penalties, *last)
 
 
 GREEDY = Sampling()
-_NOTHING = _ROW.pack(0, 1, 0, 1, 0, 0, 0, 0, 0, 0)
-
-
-class SamplingRows(NamedTuple):
-    """The settings of a step's rows, as its executable reads them. All are [B].
-
-    They cross the jit boundary as one array, [B, 10] uint32: `of` makes it, `unpack` takes it apart.
-
-    Attributes:
-        temperature, top_p, min_p, repetition, presence, frequency: float32.
-        top_k: int32.
-        draws: bool; False: nobody reads what the row draws.
-        kind: int32; 0 is greedy, 1 draws of all tokens, 2 of those that filters keep.
-        seed_low, seed_high: uint32.
-    """
-
-    temperature: jax.Array
-    top_p: jax.Array
-    min_p: jax.Array
-    repetition: jax.Array
-    presence: jax.Array
-    frequency: jax.Array
-    top_k: jax.Array
-    draws: jax.Array
-    kind: jax.Array
-    seed_low: jax.Array
-    seed_high: jax.Array
-
-    @staticmethod
-    def of(samplings: Iterable[Sampling | None]) -> np.ndarray:
-        """Returns the packed rows, [B, 10] uint32, read-only.
-
-        Args:
-            samplings: of each row; None: nobody reads what it draws, as it is padding, or a prompt that goes on.
-
-        Raises:
-            RequestError: one of them draws and has no seed.
-        """
-        packed = b"".join([_NOTHING if one is None else one.row for one in samplings])
-        return np.frombuffer(packed, "<u4").reshape(-1, _ROW.size // 4)
-
-    @classmethod
-    def unpack(cls, packed: jax.Array, rows: int) -> Self:
-        """Raises `ShapeError` if they are not so many rows."""
-        wanted = (rows, _ROW.size // 4)
-        if packed.shape != wanted or packed.dtype != np.uint32:
-            raise ShapeError(f"sampling is {packed.dtype}{[*packed.shape]}, expected uint32{[*wanted]} of SamplingRows")
-        packed = jnp.asarray(packed)
-        floats = lax.bitcast_convert_type(packed[:, :6], jnp.float32)
-        top_k = lax.bitcast_convert_type(packed[:, 6], jnp.int32)
-        kind = (packed[:, 7] >> np.uint32(1)).astype(jnp.int32)
-        columns = [*(floats[:, i] for i in range(6)), top_k, packed[:, 7] > 0, kind, packed[:, 8], packed[:, 9]]
-        return cls(*columns)
 
 
 class Sampled(NamedTuple):
@@ -222,6 +163,7 @@ def sample(
     counts: jax.Array | None = None,
     logprobs: bool = False,
     top: int = 0,
+    implementation: Choice = None,
 ) -> Sampled:
     """Samples a token of each row.
 
@@ -236,6 +178,7 @@ def sample(
         counts: [B, vocab] int32, rows of `token_counts`; None: no row has penalties.
         logprobs: static; whether to give log-probabilities.
         top: static, N of `Sampled.top_ids`; 0: none.
+        implementation: of the op `sample_tokens`, see `dsv4_jax.ops`.
 
     Raises:
         RequestError: `sampling` is there and `position` is not, or `counts` without `sampling`.
@@ -251,9 +194,7 @@ def sample(
         if position is None:
             raise RequestError("sampling needs the positions of the rows")
         chosen = _penalised(chosen, rows, counts)
-        # As narrow as the narrowest row: of the branches one is run.
-        branches = [_likeliest, _drawn, _drawn_of_kept]
-        tokens = lax.switch(rows.kind.max(initial=0), branches, chosen, jnp.asarray(sampling), position)
+        tokens = sample_tokens(chosen, sampling, position, implementation=offered("sample_tokens", implementation))
     if not logprobs and not top:
         return Sampled(tokens)
     return log_probabilities(logits, tokens, top=top)
@@ -305,7 +246,7 @@ def draw(shares: jax.Array, sampling: jax.Array, position: jax.Array) -> jax.Arr
 def uniform(sampling: jax.Array, position: jax.Array) -> jax.Array:
     """A random number of each row, [B] float32 in [0, 1): of its seed and position, and of nothing else."""
     rows = SamplingRows.unpack(sampling, position.shape[0])
-    bits, _ = _threefry(
+    bits, _ = threefry(
         rows.seed_low, rows.seed_high, position.astype(jnp.uint32) + THIRD, jnp.zeros_like(rows.seed_low)
     )
     return (bits >> np.uint32(8)).astype(jnp.float32) * np.float32(2**-24)
@@ -353,7 +294,7 @@ def log_probabilities(logits: jax.Array, tokens: jax.Array, *, top: int = 0) -> 
     below 0 it is 0.
     """
     largest = logits.max(-1, keepdims=True)
-    behind = jnp.log(_total(jnp.exp(logits - largest)))
+    behind = jnp.log(row_total(jnp.exp(logits - largest)))
 
     def of(values: jax.Array) -> jax.Array:
         return (values - largest) - behind[:, None]
@@ -364,17 +305,6 @@ def log_probabilities(logits: jax.Array, tokens: jax.Array, *, top: int = 0) -> 
         return sampled
     values, ids = lax.top_k(logits, min(top, logits.shape[-1]))
     return sampled._replace(top_ids=ids, top_logprobs=of(values))
-
-
-def noise(rows: SamplingRows, position: jax.Array, vocab: int) -> jax.Array:
-    """Standard Gumbel noise [B, vocab] float32: of seed, position [B] int32 and token id."""
-    ids = jnp.broadcast_to(jnp.arange(vocab, dtype=jnp.uint32)[None], (position.shape[0], vocab))
-    places = jnp.broadcast_to(position.astype(jnp.uint32)[:, None], ids.shape)
-    high, low = _threefry(rows.seed_low[:, None], rows.seed_high[:, None], places, ids)
-    # 64 bits, of which float32 keeps 24 wherever the first one stands: small values, the winners, are not coarse.
-    share = high.astype(jnp.float32) * np.float32(2**-32) + low.astype(jnp.float32) * np.float32(2.0**-64)
-    share = jnp.clip(share, np.float32(2.0**-65), np.float32(1 - 2**-24))
-    return -jnp.log(-jnp.log1p(-share))
 
 
 def token_counts(prompt: Any, output: Any, vocab: int) -> np.ndarray:
@@ -392,86 +322,6 @@ def token_counts(prompt: Any, output: Any, vocab: int) -> np.ndarray:
 def mask_words(vocab: int) -> int:
     """Returns how many words of 32 bits a mask of so many tokens has."""
     return -(-vocab // 32)
-
-
-def _likeliest(chosen: jax.Array, packed: jax.Array, position: jax.Array) -> jax.Array:
-    return chosen.argmax(-1).astype(jnp.int32)
-
-
-def _drawn(chosen: jax.Array, packed: jax.Array, position: jax.Array) -> jax.Array:
-    return _raced(SamplingRows.unpack(packed, chosen.shape[0]), chosen, position)[1].argmax(-1).astype(jnp.int32)
-
-
-def _drawn_of_kept(chosen: jax.Array, packed: jax.Array, position: jax.Array) -> jax.Array:
-    """Each row's draw of the tokens that its filters keep."""
-    rows, vocab = SamplingRows.unpack(packed, chosen.shape[0]), np.int32(chosen.shape[1])
-    scaled, raced = _raced(rows, chosen, position)
-    ids, warm, largest = jnp.arange(vocab, dtype=jnp.int32)[None], rows.temperature > 0, scaled.max(-1)
-    floor = jnp.where(warm & (rows.min_p > 0), largest + jnp.log(rows.min_p), -_INF)
-    most = jnp.where(warm & (rows.top_k > 0), jnp.minimum(rows.top_k, vocab), vocab)
-    narrow = warm & (rows.top_p < 1)
-
-    def mass(there: jax.Array) -> jax.Array:
-        """Probability of those of the tokens that `min_p` keeps, over that of the likeliest."""
-        weight = jnp.exp(scaled - largest[:, None])
-        return _total(jnp.where(there & (scaled >= floor[:, None]), weight, np.float32(0)))
-
-    # Of the `most` likeliest: those above the last one, and as many equals of it as are missing, whichever.
-    last = _kth_largest(scaled, largest, most, narrow & (most < vocab))
-    above, ties = scaled > last[:, None], scaled == last[:, None]
-    missing = jnp.minimum(most - above.sum(-1, dtype=jnp.int32), ties.sum(-1, dtype=jnp.int32)).astype(jnp.float32)
-    whole = mass(above) + jnp.where(last >= floor, missing * jnp.exp(last - largest), np.float32(0))
-    reach = jnp.where(narrow, rows.top_p * whole, _INF)
-
-    def before(value: jax.Array, token: jax.Array) -> jax.Array:
-        """Which tokens stand before this one of each row."""
-        return (scaled > value[:, None]) | ((scaled == value[:, None]) & (ids < token[:, None]))
-
-    def race(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        value, bound, token, open_ = state
-        left = before(value, bound) & (scaled >= floor[:, None])
-        winner = jnp.where(left, raced, -_INF).argmax(-1).astype(jnp.int32)
-        winner = jnp.where(open_, winner, token)
-        value = jnp.take_along_axis(scaled, winner[:, None], 1)[:, 0]
-        better = before(value, winner)
-        count = better.sum(-1, dtype=jnp.int32)
-        # The first one is always kept; so each row comes to an end, whatever is infinite or no number in it.
-        kept = (count == 0) | ((count < most) & (mass(better) < reach))
-        return value, winner, winner, open_ & ~kept
-
-    start = jnp.full_like(largest, -_INF), jnp.full_like(most, vocab), jnp.zeros_like(most), jnp.ones_like(warm)
-    return lax.while_loop(lambda state: state[3].any(), race, start)[2]
-
-
-def _raced(rows: SamplingRows, chosen: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Logits over the temperature, and with the noise; at temperature 0 the logits themselves, twice."""
-    warm = (rows.temperature > 0)[:, None]
-    scaled = chosen / jnp.where(warm, rows.temperature[:, None], np.float32(1))
-    return scaled, scaled + jnp.where(warm, noise(rows, position, chosen.shape[1]), np.float32(0))
-
-
-def _kth_largest(scaled: jax.Array, largest: jax.Array, k: jax.Array, asked: jax.Array) -> jax.Array:
-    """A value [B] of each row above which it has fewer than k[b] of [B, vocab], and k[b] at it or above; where it is
-    not asked for, or probability is 0 before, one as good: below all that have any.
-
-    Found by halving the interval that it lies in.
-    """
-
-    def count(value: jax.Array) -> jax.Array:
-        return (scaled > value[:, None]).sum(-1, dtype=jnp.int32)
-
-    def middle(low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Array]:
-        between = low * np.float32(0.5) + high * np.float32(0.5)
-        return between, (low < between) & (between < high)
-
-    def halve(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        (low, high), (between, going) = state, middle(*state)
-        there = count(between)
-        return jnp.where(going & (there >= k), between, low), jnp.where(going & (there <= k), between, high)
-
-    low = largest - np.float32(128)  # whose exponential is 0 beside that of the largest
-    high = jnp.where(asked & (count(low) >= k), largest, low)
-    return lax.while_loop(lambda state: middle(*state)[1].any(), halve, (low, high))[1]
 
 
 def _penalised(logits: jax.Array, rows: SamplingRows, counts: jax.Array | None) -> jax.Array:
@@ -498,26 +348,3 @@ def _allowed(masks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     words = lax.bitcast_convert_type(jnp.asarray(masks), jnp.uint32)
     bits = words[..., None] >> lax.expand_dims(np.arange(32, dtype=np.uint32), range(len(shape)))
     return (bits & np.uint32(1)).reshape(*wanted[:-1], -1)[..., : shape[-1]] > 0
-
-
-def _total(x: jax.Array) -> jax.Array:
-    """Sums the last axis of [B, n] in an order that is the same for every B, and wherever the sum stands."""
-    while (n := x.shape[-1]) > 1:
-        terms = min(n, _TERMS)
-        width = -(-n // terms)
-        x = jnp.pad(x, ((0, 0), (0, terms * width - n)))
-        parts = [x[:, i * width : (i + 1) * width] for i in range(terms)]
-        x = functools.reduce(jnp.add, parts)
-    return x[:, 0]
-
-
-def _threefry(key0: jax.Array, key1: jax.Array, x0: jax.Array, x1: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Threefry-2x32, 20 rounds, of uint32 arrays."""
-    keys = key0, key1, key0 ^ key1 ^ np.uint32(0x1BD11BDA)
-    x0, x1 = x0 + keys[0], x1 + keys[1]
-    for i in range(5):
-        for turn in ((13, 15, 26, 6), (17, 29, 16, 24))[i % 2]:
-            x0 = x0 + x1
-            x1 = ((x1 << np.uint32(turn)) | (x1 >> np.uint32(32 - turn))) ^ x0
-        x0, x1 = x0 + keys[(i + 1) % 3], x1 + keys[(i + 2) % 3] + np.uint32(i + 1)
-    return x0, x1

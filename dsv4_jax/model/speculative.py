@@ -58,7 +58,7 @@ def accept(
         position: [B] int32, of the known token.
         masks: [B, k + 1, words], of the token after each.
         counts: [B, vocab] int32, before the drafts.
-        asked: `logprobs` and `top` of `sample`.
+        asked: `logprobs`, `top` and `implementation` of `sample`.
 
     Returns:
         (what is sampled after each, its fields [B, k + 1, ...]; kept [B] int32): the first kept[b] tokens are the

@@ -32,6 +32,7 @@ from .normalise import normalise
 from .numerics import hadamard, rms_norm, rope, rope_frequencies
 from .queries import finish_queries
 from .route import route
+from .sample_tokens import sample_tokens
 from .sequence import in_sequence
 from .swiglu import swiglu
 from .top_k import top_k
@@ -65,6 +66,7 @@ __all__ = [
     "rope",
     "rope_frequencies",
     "route",
+    "sample_tokens",
     "sum_to_all",
     "sum_to_owner",
     "swiglu",

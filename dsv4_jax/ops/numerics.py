@@ -9,6 +9,8 @@ the `exp` below. What is left to the backend is rsqrt, cos and sin, one element 
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,6 +30,7 @@ __all__ = [
     "rope_frequencies",
     "rope_tables",
     "rounded",
+    "row_total",
     "tree_sum",
     "unit_rms",
 ]
@@ -62,6 +65,17 @@ def tree_sum(x: jax.Array, axis: int = -1) -> jax.Array:
         width //= 2
         x = lax.slice_in_dim(x, 0, width, axis=axis) + lax.slice_in_dim(x, width, 2 * width, axis=axis)
     return x
+
+
+def row_total(x: jax.Array) -> jax.Array:
+    """Sums the last axis of [B, n] in an order that is the same for every B, and wherever the sum stands."""
+    while (n := x.shape[-1]) > 1:
+        terms = min(n, 16)
+        width = -(-n // terms)
+        x = jnp.pad(x, ((0, 0), (0, terms * width - n)))
+        parts = [x[:, i * width : (i + 1) * width] for i in range(terms)]
+        x = functools.reduce(jnp.add, parts)
+    return x[:, 0]
 
 
 def exp(x: jax.Array) -> jax.Array:

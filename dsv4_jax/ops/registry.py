@@ -139,6 +139,7 @@ OPS: dict[str, Op] = {
         Op("moe", gpu=("cuda", "xla")),
         Op("moe_e4m3", gpu=("xla",)),
         Op("exchange", gpu=("cuda", "xla")),
+        Op("sample_tokens", gpu=("cuda", "xla")),
     )
 }
 

@@ -29,6 +29,7 @@ from dsv4_jax.ops import (
     moe,
     normalise,
     route,
+    sample_tokens,
     sum_to_all,
     sum_to_owner,
     swiglu,
@@ -170,6 +171,9 @@ CALLS = {
     "route": lambda: route(jnp.zeros((3, 256)), bias=jnp.zeros(256), top=6, implementation="cuda"),
     "route_hashed": lambda: route(
         jnp.zeros((3, 256)), chosen=jnp.zeros((3, 6), jnp.int32), top=6, implementation="cuda"
+    ),
+    "sample_tokens": lambda: sample_tokens(
+        jnp.zeros((4, 37)), jnp.zeros((4, 10), jnp.uint32), IDS, implementation="cuda"
     ),
     "sum_to_all": lambda: call_exchange(sum_to_all),
     "sum_to_owner": lambda: call_exchange(sum_to_owner),

@@ -16,11 +16,14 @@ from hypothesis import strategies as st
 from dsv4_jax.errors import RequestError, ShapeError
 from dsv4_jax.model import Sampling, SamplingRows
 from dsv4_jax.model import sampling as samplers
-from dsv4_jax.model.sampling import IN_PROMPT, log_probabilities, noise, token_counts
+from dsv4_jax.model.sampling import IN_PROMPT, log_probabilities, token_counts
+from dsv4_jax.ops.sample_tokens import noise, threefry
+
+from ..ops.op_test import OpTest
 
 VOCAB, MANY = 37, 4000
 WORDS = samplers.mask_words(VOCAB)
-sample = jax.jit(samplers.sample, static_argnames=("logprobs", "top"))
+sample = jax.jit(samplers.sample, static_argnames=("logprobs", "top", "implementation"))
 noise_of = jax.jit(lambda rows, at, vocab: noise(SamplingRows.unpack(rows, len(at)), at, vocab), static_argnums=2)
 
 
@@ -99,36 +102,93 @@ some_rows = st.lists(
 )
 
 
-@given(rows=some_rows)
-@settings(max_examples=150)
-def test_each_row_draws_what_a_sort_in_float64_draws(rows) -> None:
-    """Filters, penalties, masks and temperatures mixed in one executable."""
-    logits, hows, at, prompts, outputs, bits = zip(*rows, strict=True)
-    counts = np.stack([token_counts(p, o, VOCAB) for p, o in zip(prompts, outputs, strict=True)])
-    allowed = np.ones((4, VOCAB), bool)
-    for i, row in enumerate(bits):
-        allowed[i, : min(len(row), VOCAB - 1)] = row[: VOCAB - 1]
-    position, packed = np.array(at, np.int32), SamplingRows.of(hows)
-    perturbation = np.asarray(noise_of(packed, position, VOCAB))
-    each = [oracle(*row) for row in zip(logits, hows, perturbation, counts, allowed, strict=True)]
-    wanted, margins = zip(*each, strict=True)
-    assume(min(margins) > 1e-5)
-    drawn = sample(np.stack(logits), packed, position, masks=packed_mask(allowed), counts=counts)
-    assert drawn.tokens.tolist() == [*wanted]
-    assert drawn.tokens.dtype == np.int32 and drawn.logprobs is None and drawn.top_ids is None
+class SamplingTest(OpTest):
+    op = "sample_tokens"
+
+    def sample(self, *args: Any, **asked: Any) -> samplers.Sampled:
+        return sample(*args, **asked, implementation=self.implementation)
+
+    def draws(self, how: Sampling, logits: np.ndarray) -> np.ndarray:
+        """MANY draws from the same logits, each at a position of its own."""
+        rows = np.broadcast_to(np.asarray(logits, np.float32), (MANY, len(logits)))
+        packed = SamplingRows.of([dataclasses.replace(how, seed=0)] * MANY)
+        return np.asarray(self.sample(rows, packed, np.arange(MANY, dtype=np.int32)).tokens)
+
+    @given(rows=some_rows)
+    @settings(max_examples=150)
+    def test_each_row_draws_what_a_sort_in_float64_draws(self, rows) -> None:
+        """Filters, penalties, masks and temperatures mixed in one executable."""
+        logits, hows, at, prompts, outputs, bits = zip(*rows, strict=True)
+        counts = np.stack([token_counts(p, o, VOCAB) for p, o in zip(prompts, outputs, strict=True)])
+        allowed = np.ones((4, VOCAB), bool)
+        for i, row in enumerate(bits):
+            allowed[i, : min(len(row), VOCAB - 1)] = row[: VOCAB - 1]
+        position, packed = np.array(at, np.int32), SamplingRows.of(hows)
+        perturbation = np.asarray(noise_of(packed, position, VOCAB))
+        each = [oracle(*row) for row in zip(logits, hows, perturbation, counts, allowed, strict=True)]
+        wanted, margins = zip(*each, strict=True)
+        assume(min(margins) > 1e-5)
+        drawn = self.sample(np.stack(logits), packed, position, masks=packed_mask(allowed), counts=counts)
+        assert drawn.tokens.tolist() == [*wanted]
+        assert drawn.tokens.dtype == np.int32 and drawn.logprobs is None and drawn.top_ids is None
+
+    @pytest.mark.parametrize("vocab", [4_097, 129_280])
+    def test_a_large_vocabulary(self, vocab) -> None:
+        """As V4's: sums of so many terms, and rounds in which nothing is kept."""
+        rng = np.random.default_rng(0)
+        logits = rng.normal(0, 2, (6, vocab)).astype(np.float32)
+        filters = [dict(top_p=0.3), dict(top_k=40), dict(min_p=0.2), dict(top_k=1), dict(top_k=500, top_p=0.5), {}]
+        hows = [Sampling(1.0, **more, seed=i) for i, more in enumerate(filters)]
+        position, packed = np.arange(6, dtype=np.int32), SamplingRows.of(hows)
+        perturbation = np.asarray(noise_of(packed, position, vocab))
+        each = [oracle(*row) for row in zip(logits, hows, perturbation, strict=True)]
+        wanted, margins = zip(*each, strict=True)
+        assert self.sample(logits, packed, position).tokens.tolist() == [*wanted] and min(margins) > 1e-7
+
+    def test_draws_have_the_distribution_of_the_settings(self) -> None:
+        """Chi-square of each, at one in a thousand."""
+        logits = np.random.default_rng(3).normal(0, 1, 11)
+        for how, degrees in ((Sampling(0.7), 29.6), (Sampling(1.3, top_k=5), 18.5), (Sampling(1.0, top_p=0.8), 29.6)):
+            scaled = logits / how.temperature
+            chance = softmax(np.where(kept(scaled, how)[0], scaled, -np.inf))
+            seen, some = np.bincount(self.draws(how, logits), minlength=11), chance > 0
+            assert not seen[~some].any()
+            assert (((seen - MANY * chance) ** 2)[some] / (MANY * chance)[some]).sum() < degrees, how
+
+    def test_top_p_that_is_reached_exactly_keeps_no_further_token(self) -> None:
+        """Of four equals two reach 1/2: the first ones, in float32 exactly."""
+        for top_p, count in ((1e-40, 1), (0.25, 1), (0.5, 2), (0.50001, 3), (0.75, 3), (1.0, 4)):
+            assert set(self.draws(Sampling(1.0, top_p=top_p), np.zeros(4)).tolist()) == set(range(count))
+        assert set(self.draws(Sampling(1.0, min_p=1.0), np.array([0.0, 1, 1, 0.5])).tolist()) == {1, 2}
+        assert set(self.draws(Sampling(1.0, top_k=2), np.array([0.0, 1, 1, 1])).tolist()) == {1, 2}
+
+    def test_a_draw_depends_on_its_own_row_only(self) -> None:
+        rng = np.random.default_rng(1)
+        logits = rng.normal(0, 2, (5, VOCAB)).astype(np.float32)
+        hows = [Sampling(0.8, seed=1), Sampling(), Sampling(1.0, 4, 0.9, seed=1), Sampling(1.5, min_p=0.1, seed=-3)]
+        position, packed = np.array([4, 9, 4, 2**30, 0], np.int32), SamplingRows.of([*hows, None])
+        together = self.sample(logits, packed, position, logprobs=True, top=3)
+        order = np.array([3, 0, 4, 2, 1])
+        shuffled = self.sample(logits[order], packed[order], position[order], logprobs=True, top=3)
+        jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[order], y), together, shuffled)
+        for i in range(5):
+            each = (x[i : i + 1] for x in (logits, packed, position))
+            alone = self.sample(*each, logprobs=True, top=3)
+            jax.tree.map(lambda x, y, i=i: np.testing.assert_array_equal(x[i : i + 1], y), together, alone)
+
+    @pytest.mark.parametrize(
+        "how", [Sampling(1.0, seed=1), Sampling(1.0, 3, 0.5, seed=1), Sampling(1.0, min_p=0.5, seed=1)]
+    )
+    def test_what_is_not_finite_comes_to_an_end(self, how) -> None:
+        logits = np.zeros((6, VOCAB), np.float32)
+        logits[0], logits[1, 7], logits[2, 7], logits[3] = -np.inf, np.nan, np.inf, np.inf
+        logits[4, 1:] = -np.inf
+        drawn = np.asarray(self.sample(logits, SamplingRows.of([how] * 6), np.arange(6, dtype=np.int32)).tokens)
+        assert drawn[[0, 2, 3, 4]].tolist() == [0, 7, 0, 0] and ((drawn >= 0) & (drawn < VOCAB)).all()
 
 
-def test_a_large_vocabulary() -> None:
-    """As V4's: sums of so many terms, and rounds in which nothing is kept."""
-    rng, vocab = np.random.default_rng(0), 129_280
-    logits = rng.normal(0, 2, (6, vocab)).astype(np.float32)
-    filters = [dict(top_p=0.3), dict(top_k=40), dict(min_p=0.2), dict(top_k=1), dict(top_k=500, top_p=0.5), {}]
-    hows = [Sampling(1.0, **more, seed=i) for i, more in enumerate(filters)]
-    position, packed = np.arange(6, dtype=np.int32), SamplingRows.of(hows)
-    perturbation = np.asarray(noise_of(packed, position, vocab))
-    each = [oracle(*row) for row in zip(logits, hows, perturbation, strict=True)]
-    wanted, margins = zip(*each, strict=True)
-    assert sample(logits, packed, position).tokens.tolist() == [*wanted] and min(margins) > 1e-7
+class TestSampling(SamplingTest):
+    implementation = "xla"
 
 
 def test_one_executable_for_all_settings() -> None:
@@ -164,7 +224,7 @@ def test_threefry_is_the_published_one() -> None:
         ((0x13198A2E, 0x03707344), (0x243F6A88, 0x85A308D3), (0xC4923A9C, 0x483DF7A0)),
     ]
     for key, counter, wanted in cases:
-        made = samplers._threefry(*(jnp.asarray(word, jnp.uint32) for word in (*key, *counter)))
+        made = threefry(*(jnp.asarray(word, jnp.uint32) for word in (*key, *counter)))
         assert tuple(map(int, made)) == wanted
 
 
@@ -178,58 +238,6 @@ def test_noise_is_of_seed_position_and_token_alone() -> None:
     assert np.isfinite(many).all()
     cdf = np.exp(-np.exp(-np.sort(many[0])))  # uniform, if it is Gumbel's
     assert np.abs(cdf - (np.arange(many.size) + 0.5) / many.size).max() < 1.95 / 1000  # Kolmogorov: one in a thousand
-
-
-def draws(how: Sampling, logits: np.ndarray) -> np.ndarray:
-    """MANY draws from the same logits, each at a position of its own."""
-    rows = np.broadcast_to(np.asarray(logits, np.float32), (MANY, len(logits)))
-    packed = SamplingRows.of([dataclasses.replace(how, seed=0)] * MANY)
-    return np.asarray(sample(rows, packed, np.arange(MANY, dtype=np.int32)).tokens)
-
-
-def test_draws_have_the_distribution_of_the_settings() -> None:
-    """Chi-square of each, at one in a thousand."""
-    logits = np.random.default_rng(3).normal(0, 1, 11)
-    for how, degrees in ((Sampling(0.7), 29.6), (Sampling(1.3, top_k=5), 18.5), (Sampling(1.0, top_p=0.8), 29.6)):
-        scaled = logits / how.temperature
-        chance = softmax(np.where(kept(scaled, how)[0], scaled, -np.inf))
-        seen, some = np.bincount(draws(how, logits), minlength=11), chance > 0
-        assert not seen[~some].any()
-        assert (((seen - MANY * chance) ** 2)[some] / (MANY * chance)[some]).sum() < degrees, how
-
-
-def test_top_p_that_is_reached_exactly_keeps_no_further_token() -> None:
-    """Of four equals two reach 1/2: the first ones, in float32 exactly."""
-    for top_p, count in ((1e-40, 1), (0.25, 1), (0.5, 2), (0.50001, 3), (0.75, 3), (1.0, 4)):
-        assert set(draws(Sampling(1.0, top_p=top_p), np.zeros(4)).tolist()) == set(range(count))
-    assert set(draws(Sampling(1.0, min_p=1.0), np.array([0.0, 1, 1, 0.5])).tolist()) == {1, 2}
-    assert set(draws(Sampling(1.0, top_k=2), np.array([0.0, 1, 1, 1])).tolist()) == {1, 2}
-
-
-def test_a_draw_depends_on_its_own_row_only() -> None:
-    rng = np.random.default_rng(1)
-    logits = rng.normal(0, 2, (5, VOCAB)).astype(np.float32)
-    hows = [Sampling(0.8, seed=1), Sampling(), Sampling(1.0, 4, 0.9, seed=1), Sampling(1.5, min_p=0.1, seed=-3), None]
-    position, packed = np.array([4, 9, 4, 2**30, 0], np.int32), SamplingRows.of(hows)
-    together = sample(logits, packed, position, logprobs=True, top=3)
-    order = np.array([3, 0, 4, 2, 1])
-    shuffled = sample(logits[order], packed[order], position[order], logprobs=True, top=3)
-    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[order], y), together, shuffled)
-    for i in range(5):
-        each = (x[i : i + 1] for x in (logits, packed, position))
-        alone = sample(*each, logprobs=True, top=3)
-        jax.tree.map(lambda x, y, i=i: np.testing.assert_array_equal(x[i : i + 1], y), together, alone)
-
-
-@pytest.mark.parametrize(
-    "how", [Sampling(1.0, seed=1), Sampling(1.0, 3, 0.5, seed=1), Sampling(1.0, min_p=0.5, seed=1)]
-)
-def test_what_is_not_finite_comes_to_an_end(how) -> None:
-    logits = np.zeros((6, VOCAB), np.float32)
-    logits[0], logits[1, 7], logits[2, 7], logits[3] = -np.inf, np.nan, np.inf, np.inf
-    logits[4, 1:] = -np.inf
-    drawn = np.asarray(sample(logits, SamplingRows.of([how] * 6), np.arange(6, dtype=np.int32)).tokens)
-    assert drawn[[0, 2, 3, 4]].tolist() == [0, 7, 0, 0] and ((drawn >= 0) & (drawn < VOCAB)).all()
 
 
 # Log-probabilities

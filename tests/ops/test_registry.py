@@ -37,6 +37,7 @@ from dsv4_jax.ops.normalise import NormaliseArguments
 from dsv4_jax.ops.queries import QueriesArguments
 from dsv4_jax.ops.registry import NAMES, OPS, find, frozen, pick
 from dsv4_jax.ops.route import RouteArguments
+from dsv4_jax.ops.sample_tokens import SampleTokensArguments, SamplingRows
 from dsv4_jax.ops.swiglu import SwigluArguments
 from dsv4_jax.ops.top_k import TopKArguments
 from dsv4_jax.pools import KVSpec
@@ -197,6 +198,9 @@ EXAMPLES: dict[str, Callable[[], Iterator[Any]]] = {
         RouteArguments(floats(2, experts), *picks, 6, 1.5)
         for experts in (256, 600)
         for picks in ((floats(experts), None), (None, ints(2, 6)))
+    ),
+    "sample_tokens": lambda: (
+        SampleTokensArguments(floats(2, vocab), SamplingRows.of([None, None]), ints(2)) for vocab in (5, 131_073)
     ),
     "swiglu": lambda: (
         SwigluArguments(floats(2, width), floats(2, width), 10.0, jnp.dtype(dtype))
@@ -413,7 +417,7 @@ def test_a_kernel_may_be_joined_unless_it_says_that_it_stands_alone() -> None:
     joined, early = sequence._kernels()
     cuda = [find(op.name, "cuda") for op in OPS.values() if "cuda" in op.names]
     alone = {target for implementation in cuda for target in implementation.alone}
-    assert alone == {"dsv4_exchange"}
+    assert alone == {"dsv4_exchange", "dsv4_sample_tokens"}
     assert joined | alone == {target for implementation in cuda for target in implementation.targets}
     assert early <= joined and not joined & alone
 
