@@ -365,6 +365,11 @@ class _Call:
     work: Work
     exchanges: list[Exchange]
 
+    def __post_init__(self) -> None:
+        """Begins to copy what will be read, so that nobody waits for a copy behind the next call."""
+        for array in jax.tree.leaves((self.sampled._replace(counts=None), self.kept)):
+            array.copy_to_host_async()
+
     def get(self) -> Drawn:
         sampled = self.sampled
         tokens, kept = np.asarray(sampled.tokens), None if self.kept is None else np.asarray(self.kept)
