@@ -51,6 +51,9 @@ stage() {
         --json "$OUT/loop-captured.json" > "$OUT/loop-captured.log" 2>&1 ;;
     generate)  # what a step costs beyond the device, and what sampling adds; 12 layers of Flash
       timeout 400 "$python" benchmarks/bench_generate.py --layers 12 --prompts 1 64 --json "$OUT/generate.json" > "$OUT/generate.log" 2>&1 ;;
+    serve)  # streams through a server; SERVE_TOKENIZER: a tokenizer.json. Needs the extra serve. Only if it is named
+      timeout 400 "$python" benchmarks/bench_serve.py --layers 12 --tokenizer "$SERVE_TOKENIZER" --json "$OUT/serve.json" \
+        > "$OUT/serve.log" 2>&1 ;;
     model)  # 12 layers of Flash with weights as released
       timeout 200 "$python" -m dsv4_jax bench model --layers 12 --batch 1,64,256 --json "$OUT/model.json" > "$OUT/model.log" 2>&1 ;;
     exchange)  # between GPUs, of which it needs two: only if it is named

@@ -106,6 +106,15 @@ TABLES: dict[str, Table] = {
     # `sample` by itself on the logits of a step, us by the rows' settings; and requests through an engine's thread.
     "sampling": Table(_fields(number="batch vocabulary", parts="us"), "batch vocabulary"),
     "engine": Table(_fields(text="model", number="layers prompts step_ms"), "model layers prompts"),
+    # Streams through `dsv4-jax serve`, and through an engine alone, as clients see them.
+    "serve": Table(
+        _fields(
+            text="model through",
+            number="layers streams prompt_tokens new_tokens temperature tokens_per_s first_ms first_p99_ms between_ms "
+            "between_p99_ms",
+        ),
+        "model layers streams prompt_tokens new_tokens temperature through",
+    ),
     # A trained checkpoint on real text, as `quality.measure_quality` reports it: nats a token, shares of tokens and of
     # picked entries; `..._half` is half an interval of 95 %, `against` what KL, change and shares compare with.
     "quality": Table(

@@ -297,6 +297,9 @@ COLUMNS: dict[str, str] = {
     "generate": "model = model | layers = layers | prompts = prompts | tokens of prompts = prompt_tokens | "
     "steps a call = decode_steps | prefill, tokens/s = prefill_tokens_per_s | decode, tokens/s = decode_tokens_per_s | "
     "ms a step = step_ms | the step alone, ms = bench_step_ms | host, us = @host",
+    "serve": "model = model | layers = layers | streams = streams | tokens of prompts = prompt_tokens | "
+    "of answers = new_tokens | temperature = temperature | through = through | tokens/s = tokens_per_s | "
+    "first token, ms = first_ms | p99 = first_p99_ms | between tokens, ms = between_ms | p99 = between_p99_ms",
     "quality": "weights = weights | rows = kv_format | index keys = index_format | key split = key_split | "
     "kernels = implementation | tokens = tokens | context = context:tokens | loss = @loss | change = @change | "
     "KL = @kl | same token = @same token | same entries = @same entries",

@@ -167,6 +167,13 @@ SECTIONS = (
         table="engine",
     ),
     Section(
+        "Streams of a server",
+        "`benchmarks/bench_serve.py`: prompts that nobody sent before, answers of a fixed length streamed to as many "
+        "clients at once, through `dsv4-jax serve` and through an `Engine` alone; medians of rounds, of first tokens "
+        "and times between tokens also the 99th percentile over streams.",
+        table="serve",
+    ),
+    Section(
         "What formats cost on real text",
         "The trained model of `checkpoints/small`, fed with held-out text through the cache as a server feeds prompts. "
         "Loss in nats a token, its change and KL divergence against the same weights with float32 rows and keys (of "

@@ -162,7 +162,7 @@ class StepPlan(NamedTuple):
         Every host array of a jitted call costs its own transfer; the fields are views of one.
         """
         return PackedPlan(
-            np.concatenate([np.ravel(field) for field in self.arrays], dtype=np.int32),
+            np.concatenate(self.arrays, axis=None, dtype=np.int32),
             tuple(field.shape for field in self.arrays),
             self.facts,
         )
