@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -113,7 +112,7 @@ def wait_for(address: str) -> None:
         try:
             urllib.request.urlopen(address, timeout=5).close()
             return
-        except urllib.error.HTTPError:
+        except OSError:  # an HTTPError is one
             if time.monotonic() > until:
                 raise
             time.sleep(0.05)

@@ -6,7 +6,6 @@ import asyncio
 import collections
 import hashlib
 import hmac
-import importlib.metadata
 import importlib.resources
 import json
 import secrets
@@ -24,6 +23,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from .. import __version__
 from .backend import Backend
 from .completions import Completions, Texts
 from .config import Config
@@ -33,7 +33,6 @@ from .requests import Body, Wanted, common, parse, prompts
 
 __all__ = ["Frontend", "as_json", "aside"]
 
-VERSION = importlib.metadata.version("dsv4_jax")
 LONG = 1 << 16  # bytes from which on a body is not worked on in the loop's own thread
 POLL = 0.5  # seconds between two events of the page
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "::1")
@@ -241,7 +240,7 @@ class Frontend:
     def head(self, kind: str) -> dict[str, Any]:
         """Fields of every object that is answered."""
         now, hello = int(time.time()), self.hello()
-        print_ = hashlib.sha256(f"{hello.weights_id} {VERSION}".encode()).hexdigest()[:12]
+        print_ = hashlib.sha256(f"{hello.weights_id} {__version__}".encode()).hexdigest()[:12]
         name = f"{kind}-{secrets.token_hex(12)}"
         return {"id": name, "created": now, "model": self.config.models[0], "system_fingerprint": f"fp_{print_}"}
 
@@ -303,7 +302,7 @@ class Frontend:
         return Response(text + "\n".join(lines), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def version(self, request: Request) -> Response:
-        return as_json({"version": VERSION})
+        return as_json({"version": __version__})
 
     async def models(self, request: Request) -> Response:
         return as_json({"object": "list", "data": [self._model(name) for name in self.config.models]})
