@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from .former_names import former_name
+from .version import __version__
 
 if TYPE_CHECKING:
     from . import model as model
@@ -52,8 +53,6 @@ if TYPE_CHECKING:
     from .tiers.swap import swap_out as swap_out
     from .tiers.transfers import run_transfers as run_transfers
     from .tiers.transfers import stack_transfers as stack_transfers
-
-__version__ = "0.1.0"
 
 _HOME = {
     "AttentionType": "config",

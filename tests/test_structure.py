@@ -11,7 +11,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1] / "dsv4_jax"
 # Rooms from the ground up: a module imports from its own line and from lines above it. A room is a file or a folder.
 LAYERS = (
-    ("errors", "checks", "former_names"),
+    ("errors", "checks", "former_names", "version"),
     ("untrusted", "output", "libraries", "native_build", "events", "eviction_queue", "inbox"),
     ("plotting",),
     ("hf_config", "text"),

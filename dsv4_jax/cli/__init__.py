@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn, TextIO
 
 from ..errors import CacheError, PerformanceWarning
+from ..version import __version__
 from .options import EXIT_STATUS, FAILURES, PROGRAM, Parser
 from .printing import one_line, say
 
@@ -161,14 +162,8 @@ def _parser() -> Parser:
         description=f"The KV cache of DeepSeek-V4 for JAX. `python -m dsv4_jax` is the same program as `{PROGRAM}`.",
         epilog=_EXAMPLES + statuses,
     )
-    parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     for name in _COMMANDS:
         importlib.import_module(f".{name}", __name__).add_parser(commands)
     return parser
-
-
-def _version() -> str:
-    from .. import __version__
-
-    return __version__

@@ -23,7 +23,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from .. import __version__
+from ..version import __version__
 from .backend import Backend
 from .completions import Completions, Texts
 from .config import Config
