@@ -111,7 +111,7 @@ def expected(driver: Driver, queries: dict[str, np.ndarray], slot: int = 2) -> l
 
 @pytest.mark.parametrize(
     ("chunks", "width"),
-    [([1] * TOKENS, 1), ([TOKENS], TOKENS), ([1, 2, 30, 7, 35], TOKENS)],
+    [([1] * TOKENS, 1), pytest.param([TOKENS], TOKENS, marks=pytest.mark.slow), ([1, 2, 30, 7, 35], TOKENS)],
     ids=["serial", "one shot", "ragged"],
 )
 def test_every_token_sees_exactly_its_keys(chunks: list[int], width: int) -> None:
@@ -187,7 +187,7 @@ jit_gather_step = jax.jit(gather_step, donate_argnums=0, static_argnames="implem
 @pytest.mark.parametrize("implementation", ["xla", "pallas", None])
 @pytest.mark.parametrize(
     ("kv", "chunks"),
-    [("fp8", [1] * 20), ("fp8", [1, 2, 30, 7]), ("bf16", [33])],
+    [("fp8", [1] * 20), ("fp8", [1, 2, 30, 7]), pytest.param("bf16", [33], marks=pytest.mark.slow)],
     ids=["fp8 ring", "fp8 chunks", "bf16 chunk"],
 )
 def test_gathers_give_the_rows_that_a_token_sees(kv: str, chunks: list[int], implementation) -> None:

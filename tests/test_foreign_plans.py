@@ -153,7 +153,9 @@ def test_the_next_decode_is_of_the_same_cache() -> None:
         next_decode(LAYOUT, plan, SHAPE, np.zeros(1, np.int64), size=CacheSize(5, 2, 3))
 
 
-@pytest.mark.parametrize("first", ["jax", "dsv4_jax.manager.planning", "dsv4_jax.ops"])
+@pytest.mark.parametrize(
+    "first", ["jax", "dsv4_jax.manager.planning", pytest.param("dsv4_jax.ops", marks=pytest.mark.slow)]
+)
 def test_a_plan_is_a_pytree_whatever_is_imported_first(first: str) -> None:
     """Its facts are no leaf, though nothing that makes plans imports jax."""
     code = f"""

@@ -12,7 +12,7 @@ from .soak import SCENES, Scene, soak
 def test_random_requests_are_answered_rightly():
     """One device, a host tier, stores that fail, loops, steps that fail; three executables."""
     scene = Scene("a suite's", steps=3, stores=True, all_kinds=False, faults=0.02, every=8)
-    users = soak(scene, 40, seed=0)
+    users = soak(scene, 30, seed=0)
     assert users.oracle.tokens > 100 and users.oracle.logprobs > 100
 
 

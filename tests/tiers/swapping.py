@@ -8,6 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from dsv4_jax.cache import KVCache
 from dsv4_jax.config import AttentionType, DSV4Config
@@ -24,6 +25,12 @@ CFG = DSV4Config.tiny(
 SIZE = CacheSize(num_blocks=7, num_slots=3, max_blocks_per_request=4)
 PAGES = 14
 FORMATS = [("fp8", "fp4"), ("fp8_per_entry", "fp8"), ("bf16", "bf16"), ("f32", "f32")]
+# Records of states: of the kinds of ring and of HCA state that there are. The second adds only widths to the others.
+STATES = [
+    (FORMATS[0], {}),
+    pytest.param(FORMATS[1], dict(draft_tokens=3), marks=pytest.mark.slow),
+    (FORMATS[3], dict(hca_state="raw", draft_tokens=1)),
+]
 Image = dict[str, np.ndarray]
 
 

@@ -20,7 +20,17 @@ from dsv4_jax.tiers.host_cache import init_host_cache
 from dsv4_jax.tiers.state_blocks import get_states, put_states
 from dsv4_jax.tiers.transfers import run_transfers, stack_transfers
 
-from .swapping import CFG, FORMATS, PAGES, assert_image, image, model_restore, model_snapshot, random_cache, random_host
+from .swapping import (
+    CFG,
+    PAGES,
+    STATES,
+    assert_image,
+    image,
+    model_restore,
+    model_snapshot,
+    random_cache,
+    random_host,
+)
 
 LAYOUT = CacheLayout(CFG)
 BLOCKS = state_blocks(LAYOUT)
@@ -30,11 +40,7 @@ def ids(values: list) -> np.ndarray:
     return np.array(values, np.int32)
 
 
-@pytest.mark.parametrize(
-    ("formats", "options"),
-    [(FORMATS[0], {}), (FORMATS[1], dict(draft_tokens=3)), (FORMATS[3], dict(hca_state="raw", draft_tokens=1))],
-    ids=str,
-)
+@pytest.mark.parametrize(("formats", "options"), STATES, ids=str)
 def test_what_comes_back_is_the_record_of_the_state(formats, options):
     """By way of blocks a slot gets what it would by way of the host, and the host what it would from the slot; blocks
     that are not named keep their bytes."""

@@ -114,7 +114,7 @@ def whole(driver: Driver, slot: int) -> Live:
 
 @pytest.mark.parametrize("tokens", [BOUNDARY, WITHIN])
 @pytest.mark.parametrize(("written", "read"), [(0, 3), (3, 0), (2, 2)])
-@pytest.mark.parametrize("hca_state", ["online", "raw"])
+@pytest.mark.parametrize("hca_state", ["online", pytest.param("raw", marks=pytest.mark.slow)])
 def test_a_state_continues_in_a_cache_of_any_draft_width(hca_state, written, read, tokens):
     source, target = layout_of(written, hca_state), layout_of(read, hca_state)
     driver = back(away(cold(source, tokens), 1), target, tokens)
@@ -143,7 +143,11 @@ def test_a_restored_slot_has_zeros_where_its_state_has_nothing():
     assert held["swa.nope"].any(2).sum() == 3 * 12 and before["swa.nope"].any(2).sum() == 3 * 15
 
 
-PIECES = [(state, i) for state in ("online", "raw") for i in range(len(state_record(layout_of(1, state)).pieces))]
+PIECES = [
+    pytest.param(state, i, marks=[pytest.mark.slow] if state == "raw" else [])
+    for state in ("online", "raw")
+    for i in range(len(state_record(layout_of(1, state)).pieces))
+]
 
 
 @pytest.mark.parametrize(("hca_state", "piece"), PIECES)
@@ -194,6 +198,7 @@ def test_records_of_another_kind_of_state_are_refused():
             swap.snapshot(driver.cache, init_host_cache(other, 1), states("out", layout_of(0), 1, WITHIN))
 
 
+@pytest.mark.slow  # of swaps and of states in blocks there is one that every push runs
 def test_four_shards():
     """Each shard moves its own states to its own records and back, by its own positions."""
     if jax.device_count() < 4:

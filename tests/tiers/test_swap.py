@@ -30,6 +30,7 @@ from .swapping import (
     FORMATS,
     PAGES,
     SIZE,
+    STATES,
     assert_image,
     image,
     jitted,
@@ -68,7 +69,11 @@ class TestXla:
     def run(self, operation: str, *args, donate: bool = True):
         return jitted(operation, donate)(*args, implementation=self.implementation)
 
-    @pytest.mark.parametrize("formats", FORMATS, ids="/".join)
+    @pytest.mark.parametrize(
+        "formats",
+        [FORMATS[0], *(pytest.param(f, marks=pytest.mark.slow) for f in FORMATS[1:3]), FORMATS[3]],
+        ids="/".join,
+    )
     def test_ten_rounds_of_random_subsets(self, formats):
         layout = CacheLayout(CFG, *formats)
         cache, host, rng = random_cache(layout, 1), random_host(layout, 2), np.random.default_rng(3)
@@ -83,11 +88,7 @@ class TestXla:
             assert_image(cache, want, (i, back))
         assert host.pages.sharding.memory_kind == "pinned_host"
 
-    @pytest.mark.parametrize(
-        ("formats", "options"),
-        [(FORMATS[0], {}), (FORMATS[1], dict(draft_tokens=3)), (FORMATS[3], dict(hca_state="raw", draft_tokens=1))],
-        ids=str,
-    )
+    @pytest.mark.parametrize(("formats", "options"), STATES, ids=str)
     def test_states_of_slots(self, formats, options):
         """By position, from rings of any size to rings of any other; what no record holds is zero afterwards."""
         layout, other = CacheLayout(CFG, *formats, **options), CacheLayout(CFG, *formats, **{**options, **OTHER})
