@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import pathlib
 from collections.abc import Iterator
 
@@ -146,6 +147,18 @@ def test_no_import_points_up() -> None:
             if here and there and LEVEL[there] > LEVEL[here]:
                 upward[f"{module}:{line} imports {imported or 'dsv4_jax'}"] = None
     assert not upward, "\n".join(upward)
+
+
+def test_no_circles() -> None:
+    """Of files, whatever time they import at; a package's own names lead from its `__init__` down."""
+    packages = {module for module in MODULES if (ROOT / module.replace(".", "/")).is_dir()} | {"__init__"}
+    graph = {
+        module: {imported for imported, *_ in imports(module, tree)} - packages - {module, ""}
+        for module, tree in MODULES.items()
+        if module not in packages
+    }
+    assert sum(map(len, graph.values())) > 1000
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names them
 
 
 @pytest.mark.parametrize("name", NARROW)

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from .core import Limits as Limits
     from .core import shapes_of as shapes_of
     from .engine import Engine as Engine
-    from .engine import EngineStats as EngineStats
     from .executor import Drawn as Drawn
     from .executor import Executor as Executor
     from .executor import Pending as Pending
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from .job import Job as Job
     from .loop import Turn as Turn
     from .loop import drive as drive
+    from .metrics import EngineStats as EngineStats
     from .metrics import Health as Health
     from .prompt import Completion as Completion
     from .prompt import Output as Output
@@ -44,7 +44,7 @@ _HOME = {
     "Core": "core",
     "Drawn": "executor",
     "Engine": "engine",
-    "EngineStats": "engine",
+    "EngineStats": "metrics",
     "Executor": "executor",
     "Handle": "handle",
     "Health": "metrics",

@@ -18,7 +18,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from ..checks import check_boolean, check_integer, check_seconds, shown
 from ..errors import EngineError, ManagerInterruptedError, PlanError, QueueFullError, RequestError
@@ -28,35 +28,15 @@ from .core import Core, check_id
 from .executor import Executor, Pending, Work
 from .handle import Handle, Loops, Waiter
 from .job import Job
-from .metrics import EngineMetrics, Health, vllm_families
+from .metrics import EngineMetrics, EngineStats, Health, vllm_families
 from .prompt import Completion, Output, Prompt
 
-__all__ = ["Engine", "EngineStats"]
+__all__ = ["Engine"]
 
 T = TypeVar("T")
 HANG = 0.2  # seconds between looks at the watchdog, of who waits for the engine's thread
 POLL = 1e-3  # seconds between looks at stores and peers while there is nothing to compute
 YOUNG = 50_000  # objects made before Python's collector looks at the youngest, with `freeze`: else it does every 700
-
-
-class EngineStats(NamedTuple):
-    """An engine at the end of a turn.
-
-    Attributes:
-        queued, live, preempted: requests that wait to be admitted, that have a slot, that wait for blocks again.
-        counts: what has happened since it began, by name (0 for what has not): "added", "calls", "steps",
-            "computed_tokens", "sampled_tokens", "prompt_tokens", "cached_tokens", "preemptions", "failures",
-            "ended_stop", ...
-        turn_s: seconds of the host's work in the turn, without waiting for the device.
-        paused: whether nothing is planned.
-    """
-
-    queued: int
-    live: int
-    preempted: int
-    counts: collections.Counter[str]
-    turn_s: float
-    paused: bool
 
 
 class Engine:

@@ -9,16 +9,13 @@ import collections
 import dataclasses
 import threading
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ..manager.metrics import Family, Histogram, ManagerStats
 from .job import Job
 from .prompt import Output, Prompt
 
-if TYPE_CHECKING:
-    from .engine import EngineStats
-
-__all__ = ["EngineMetrics", "Health", "vllm_families"]
+__all__ = ["EngineMetrics", "EngineStats", "Health", "vllm_families"]
 
 SECONDS = tuple(digit * 10.0**power for power in range(-3, 3) for digit in (1, 2.5, 5))  # 1 ms to 500 s
 TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))  # 1 to 500,000
@@ -45,6 +42,26 @@ HISTOGRAMS = {
     ),
     "call_tokens": ("iteration_tokens_total", "Tokens that a call of the device computes.", TOKENS),
 }
+
+
+class EngineStats(NamedTuple):
+    """An engine at the end of a turn.
+
+    Attributes:
+        queued, live, preempted: requests that wait to be admitted, that have a slot, that wait for blocks again.
+        counts: what has happened since it began, by name (0 for what has not): "added", "calls", "steps",
+            "computed_tokens", "sampled_tokens", "prompt_tokens", "cached_tokens", "preemptions", "failures",
+            "ended_stop", ...
+        turn_s: seconds of the host's work in the turn, without waiting for the device.
+        paused: whether nothing is planned.
+    """
+
+    queued: int
+    live: int
+    preempted: int
+    counts: collections.Counter[str]
+    turn_s: float
+    paused: bool
 
 
 class Health(NamedTuple):

@@ -29,9 +29,10 @@ from .completions import Completions, Texts
 from .config import Config
 from .generation import EventStream, Generation, watched
 from .problems import ApiError, invalid
+from .replies import as_json, aside
 from .requests import Body, Wanted, common, parse, prompts
 
-__all__ = ["Frontend", "as_json", "aside"]
+__all__ = ["Frontend"]
 
 LONG = 1 << 16  # bytes from which on a body is not worked on in the loop's own thread
 POLL = 0.5  # seconds between two events of the page
@@ -450,13 +451,3 @@ def _order(name: str) -> Endpoint:
 
 def _stream_problem(error: ApiError) -> bytes:
     return b"data: " + error.encoded() + b"\n\ndata: [DONE]\n\n"
-
-
-def as_json(value: Any, status: int = 200) -> Response:
-    """A response of JSON."""
-    return Response(msgspec.json.encode(value), status, media_type="application/json")
-
-
-async def aside(call: Callable[..., Any], *arguments: Any) -> Any:
-    """What this returns, worked out beside the loop: other streams go on meanwhile."""
-    return await asyncio.to_thread(call, *arguments)

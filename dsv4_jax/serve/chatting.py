@@ -15,6 +15,7 @@ from .completions import SILENCE, event, finite, joined, usage
 from .config import Config
 from .generation import Generation, Piece
 from .problems import ApiError, invalid
+from .replies import aside
 from .requests import Body, Wanted
 
 __all__ = ["ChatForm", "Chats", "Conversation", "begin", "chat_completions", "chats_of"]
@@ -99,8 +100,6 @@ def _field(message: str) -> str:
 
 async def chat_completions(front: Any, request: Request) -> Any:
     """Answers the request."""
-    from .app import aside
-
     body = await front.read(request)
     front.check_model(body)
     chats = chats_of(front)

@@ -18,6 +18,7 @@ from .chatting import Chats, begin, chats_of
 from .completions import finite
 from .generation import SILENCE, Generation, Piece
 from .problems import ApiError, invalid
+from .replies import as_json, aside
 from .requests import Body
 
 __all__ = ["count_tokens", "messages", "responses"]
@@ -153,8 +154,6 @@ async def messages(front: Any, request: Request) -> Any:
 
 async def count_tokens(front: Any, request: Request) -> Any:
     """Tokens of a conversation's prompt."""
-    from .app import as_json, aside
-
     body = await front.read(request)
     front.check_model(body)
     body.fields = {**body.fields, "max_tokens": 1, "stream": False}
@@ -163,8 +162,6 @@ async def count_tokens(front: Any, request: Request) -> Any:
 
 
 async def _answer(kind: _Kind, front: Any, request: Request) -> Any:
-    from .app import aside
-
     body = await front.read(request)
     front.check_model(body)
     if body.get("n") not in (None, 1):
