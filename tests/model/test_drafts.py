@@ -139,7 +139,9 @@ def unlikely(found: np.ndarray, expected: np.ndarray) -> bool:
     return bool(found[~there].any() or off > free + 5 * (2 * free) ** 0.5)
 
 
-@pytest.mark.parametrize("setting", [Sampling(1.0), Sampling(0.8, top_k=4, top_p=0.9, min_p=0.05)])
+@pytest.mark.parametrize(
+    "setting", [pytest.param(Sampling(1.0), marks=pytest.mark.slow), Sampling(0.8, top_k=4, top_p=0.9, min_p=0.05)]
+)
 def test_the_standard_rule_draws_from_the_target(setting) -> None:
     """Also if drafts are cut off by what is known before them. Who looks at the draft itself draws otherwise."""
     for rule in ("all", "by the first", "by the second"):
