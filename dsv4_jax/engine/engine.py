@@ -66,7 +66,8 @@ class Engine:
     Args:
         core: decides; the engine's own from now on.
         executor: runs steps; the engine's own as well.
-        watchdog: seconds that a call of the device may take until all requests end in an error; None: any time.
+        watchdog: seconds that the results of a call may be waited for until all requests end in an error; None: any
+            time. Sending a call does not count, as that is when steps are compiled.
         freeze: keep Python's garbage collector from looking at everything that exists when the engine begins, and
             let it look less often: it stops all threads meanwhile (0.3 to 1.3 s in long runs, 0.04 without).
         clock: seconds.
