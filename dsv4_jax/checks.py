@@ -5,8 +5,8 @@ from __future__ import annotations
 import operator
 import threading
 from array import array
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -16,12 +16,14 @@ __all__ = [
     "as_int",
     "check_boolean",
     "check_integer",
+    "check_iterable",
     "check_seconds",
     "check_share",
     "int_array",
     "shown",
 ]
 
+T = TypeVar("T")
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 
@@ -48,6 +50,14 @@ def check_boolean(name: str, value: Any, *, error: Callable[[str], Exception]) -
     if not isinstance(value, bool | np.bool_):
         raise error(f"{name} must be True or False, got {type(value).__name__} {shown(value)}")
     return bool(value)
+
+
+def check_iterable(name: str, values: Iterable[T], *, error: Callable[[str], Exception]) -> Iterator[T]:
+    """Returns an iterator over `values`. Raises `error` if it cannot be iterated over."""
+    try:
+        return iter(values)
+    except TypeError:
+        raise error(f"{name} must be an iterable, got {shown(values)}") from None
 
 
 def check_seconds(

@@ -1,10 +1,9 @@
 """Prompts are computed on one host, answers on another: two processes, each with its own engine and draft width.
 
-The prefill host computes prompts, and tells of blocks as soon as they are full; the decode host fetches what it does
-not have while later chunks of the prompt are still being computed, and goes on with drafts. This process is the
-router: it knows from the decode host's events which prefixes lie there, and sends a prompt to the prefill host only if
-there is much to compute. Kill either host, lose what they say, tear what they send: requests end all the same, with
-the answers of runs that are alone.
+The prefill host tells of blocks as soon as they are full; the decode host fetches what it lacks while later chunks of
+the prompt are still being computed, and goes on with drafts. This process is the router: it knows from the decode
+host's events what lies there, and sends a prompt to the prefill host if there is much to compute. Kill a host, lose
+what it says, tear what it sends: requests end all the same, with the answers of runs that are alone.
 """
 
 from __future__ import annotations
@@ -15,12 +14,11 @@ import dataclasses
 import json
 import multiprocessing as mp
 import os
-import queue
 import signal
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.managers import SyncManager
@@ -29,7 +27,6 @@ from typing import Any
 import numpy as np
 
 import dsv4_jax as dsv4
-from dsv4_jax import model
 from dsv4_jax.engine import Engine, Handle, Limits, Prompt
 from dsv4_jax.errors import HandoffError, PeerError
 from dsv4_jax.manager import BlockHasher, EventLog, Handoff, HashSpec, HostSize
@@ -40,18 +37,17 @@ EXAMPLES = """
 examples:
   python examples/disaggregated.py                            16 requests, both hosts on this machine
   python examples/disaggregated.py --fault kill-prefill       and the prefill host dies in the middle of it
-  python examples/disaggregated.py --fault torn-record --json numbers for a script
 on two machines that trust each other:
   python examples/disaggregated.py --engine jax --address 10.0.0.7:7000 --prefill     on 10.0.0.7, then elsewhere:
   python examples/disaggregated.py --engine jax --address 10.0.0.7:7000
 """
 FAULTS = ("none", "kill-prefill", "kill-decode", "lost-acknowledgement", "stale-lease", "torn-record")
 CONFIG = dsv4.DSV4Config.tiny(layer_types=(dsv4.AttentionType.CSA, dsv4.AttentionType.HCA), num_mtp_layers=1)
-BLOCK, LEASE, PATIENCE = 16, 3.0, 5.0  # tokens; seconds: of a lease; that a prompt of which nobody tells is waited for
-WORTH = 2  # blocks to compute from which on a prompt goes to the prefill host
-SIZES = {  # drafts, cache and host blocks of each host
-    "prefill": (0, dsv4.CacheSize(30, 2, 12, num_snapshots=4), 40),
-    "decode": (2, dsv4.CacheSize(22, 3, 12, num_snapshots=3), 30),
+BLOCK, WORTH = 16, 2  # tokens; blocks to compute from which on a prompt goes to the prefill host
+LIMITS = Limits(lease=3.0, patience=5.0)  # seconds: of a lease; that a prompt of which nobody tells is waited for
+SIZES = {  # drafts, cache and host tier of each host
+    "prefill": (0, dsv4.CacheSize(30, 2, 12, num_snapshots=4), HostSize(136)),
+    "decode": (2, dsv4.CacheSize(22, 3, 12, num_snapshots=3), HostSize(126)),
 }
 KEY = b"dsv4_jax"  # of processes, for one another
 LOST = EOFError, OSError  # what a call of a host that has died raises
@@ -63,18 +59,16 @@ class Host:
     peer: Peer | None = None
 
     def __init__(self, kind: str, engine: str, address: str, fault: str):
-        drafts, size, blocks = SIZES[kind]
-        small: Any = dict(block_tokens=BLOCK, draft_tokens=drafts, include_drafts=True)
-        layout, params = dsv4.CacheLayout(CONFIG, "f32", "f32", **small), model.init_params(CONFIG, drafts=True)
-        self.of, limits = (params, layout, size), Limits(patience=PATIENCE, lease=LEASE)
-        self.options: Any = dict(chunk_tokens=48, drafts=drafts, weights_id="seed 0", limits=limits)
+        drafts, size, host = SIZES[kind]
+        layout = dsv4.CacheLayout(CONFIG, "f32", "f32", block_tokens=BLOCK, draft_tokens=drafts, include_drafts=True)
+        self.of = (dsv4.model.init_params(CONFIG, drafts=True), layout, size)
+        self.options: Any = dict(chunk_tokens=48, drafts=drafts, weights_id="seed 0", limits=LIMITS)
         reached = open_engine(engine, **(dict(address=address) if engine == "jax" and address else {}))
-        self.transport = RecordTransport(reached, timeout=PATIENCE)
+        self.transport = RecordTransport(reached, timeout=LIMITS.patience)
         if fault == "lost-acknowledgement":
             self.transport.notify = lambda peer, message: None  # type: ignore[method-assign]
         self.fault, self.seen, self.handles = fault, 0, dict[int, Handle]()
-        here: Any = dict(host=HostSize.of(layout, blocks, 6), events=[EventLog()], transport=self.transport)
-        self.engine = Engine.of(*self.of, **here, **self.options)
+        self.engine = Engine.of(*self.of, host=host, events=[EventLog()], transport=self.transport, **self.options)
         self.engine.warm_up()
 
     def about(self) -> tuple[int, bytes | None, HashSpec]:
@@ -83,13 +77,14 @@ class Host:
 
     def compute(self, tokens: list[int]) -> Iterator[bytes | None]:
         """The parts of a hand-off, as they can be told; None at the end if that is not all."""
-        parts: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        handle = self.engine.add(Prompt(tokens=tokens, export=parts.put))
+        parts = deque[bytes]()
+        handle = self.engine.add(Prompt(tokens=tokens, export=parts.append))
         if self.fault == "stale-lease":
-            handle.result(), time.sleep(1.2 * LEASE)
-        while not (handle.done and parts.empty()):
-            with contextlib.suppress(queue.Empty):
-                handoff = Handoff.from_json(parts.get(timeout=0.01))
+            handle.result(), time.sleep(1.2 * LIMITS.lease)
+        while not handle.done or parts:
+            time.sleep(0.01)
+            while parts:
+                handoff = Handoff.from_json(parts.popleft())
                 if self.fault == "torn-record" and handoff.sums:
                     handoff = dataclasses.replace(handoff, sums=(bytes(len(handoff.sums[0])), *handoff.sums[1:]))
                 yield handoff.to_json()
@@ -122,14 +117,12 @@ class Host:
     def alone(self, asked: list[tuple[list[int], int]]) -> list[list[int]]:
         """The answers to requests that find nothing of others."""
         with Engine.of(*self.of, policy=None, **self.options) as engine:
-            answers = engine.run(Prompt(tokens=tokens, max_new_tokens=count) for tokens, count in asked)
-            return [samples[0].tokens for samples in answers]
+            return [one.tokens for (one,) in engine.run(Prompt(tokens=t, max_new_tokens=n) for t, n in asked)]
 
     def held(self) -> int:
         """What is held for other hosts, or of them: nothing, once leases are over."""
-        manager, now = self.engine.managers[0], self.engine.stats()
-        held = len(manager.leases) + sum(pool.private for pool in manager.stats().cache.pools.values())
-        return held + now.live + now.queued + now.preempted
+        manager = self.engine.managers[0]
+        return len(manager.leases) + sum(pool.private for pool in manager.stats().cache.pools.values())
 
 
 SyncManager.register("Host", Host, method_to_typeid={"compute": "Iterator"})  # a process that makes and calls them
@@ -143,7 +136,6 @@ class Router:
         self.counts, self.held, self.lock = Counter[str](), set[bytes](), threading.Lock()  # digests at the decode host
         with ThreadPoolExecutor() as pool:
             self.hosts = dict(zip(SIZES, pool.map(self.start, SIZES), strict=True))
-        self.spec: HashSpec = self.hosts["decode"].about()[2]
         self.join()
 
     def start(self, kind: str) -> Any:
@@ -158,8 +150,8 @@ class Router:
     def join(self) -> None:
         self.hosts["decode"].connect(self.hosts["prefill"].about()[1])
 
-    def mend(self) -> None:
-        """Starts again who has died."""
+    def mend(self) -> dict[str, Any]:
+        """Starts again who has died. Returns all."""
         with self.lock:
             for kind, host in self.hosts.items():
                 try:
@@ -169,19 +161,19 @@ class Router:
                     self.hosts[kind] = self.start(kind)
                     self.held = set() if kind == "decode" else self.held
                     self.join()
+            return self.hosts
 
     def worth(self, decode: Any, tokens: list[int]) -> bool:
         """Whether so much of a prompt is not at the decode host that the prefill host is to compute it."""
         with self.lock:
             for kind, digest in decode.events():
                 self.held.add(digest) if kind == "stored" else self.held.discard(digest)
-            digests = BlockHasher(self.spec, tokens).digests[: (len(tokens) - 1) // BLOCK]
-            there = next((i for i, digest in enumerate(digests) if digest not in self.held), len(digests))
-            return len(digests) - there >= WORTH
+            digests = BlockHasher(decode.about()[2], tokens).digests[: (len(tokens) - 1) // BLOCK]
+            return sum(digest not in self.held for digest in digests) >= WORTH
 
     def answer(self, number: int, tokens: list[int], count: int) -> list[int]:
         while True:
-            prefill, decode = self.hosts.values()
+            prefill, decode = self.mend().values()
             with contextlib.suppress(*LOST):
                 remote = self.worth(decode, tokens)
                 self.counts["sent to the prefill host" if remote else "sent to the decode host alone"] += 1
@@ -194,23 +186,20 @@ class Router:
                 answer, found = decode.result(number)
                 self.counts["tokens found"] += found
                 return answer
-            self.mend()
 
 
-def prompts(count: int, seed: int) -> list[tuple[list[int], int]]:
-    """Returns prompts that ask about two documents."""
-    rng = np.random.default_rng(seed)
-    documents, each = rng.integers(0, CONFIG.vocab_size, (2, 90)), rng.integers((0, 4, 8), (2, 51, 20), (count, 3))
-    ends = (rng.integers(0, CONFIG.vocab_size, more) for _, more, _ in each)
-    return [([*documents[i].tolist(), *next(ends).tolist()], int(answer)) for i, _, answer in each]
+def prompts(count: int) -> list[tuple[list[int], int]]:
+    """Returns prompts that ask about two documents, and how long the answers are to be."""
+    rng = np.random.default_rng(0)
+    text = lambda length: rng.integers(0, CONFIG.vocab_size, length).tolist()  # noqa: E731
+    documents = text(90), text(90)
+    return [(documents[rng.integers(2)] + text(rng.integers(4, 51)), int(rng.integers(8, 20))) for _ in range(count)]
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(None, None, __doc__, EXAMPLES, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--requests", type=int, default=16, metavar="N", help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts (default: %(default)s)")
     parser.add_argument("--fault", choices=FAULTS, default="none", help="what goes wrong (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--engine", choices=ENGINES, default="loopback", help="what moves records (default: loopback)")
     place = lambda text: (text.rpartition(":")[0], int(text.rpartition(":")[2]))  # noqa: E731
     parser.add_argument("--address", type=place, metavar="HOST:PORT", help="of the prefill host, on another machine")
@@ -221,19 +210,17 @@ def main(argv: list[str] | None = None) -> int:
     if args.prefill:
         SyncManager(args.address, KEY).get_server().serve_forever()
 
-    router, start = Router(args.engine, args.fault, args.address), time.perf_counter()
-    asked, answers, victim = prompts(args.requests, args.seed), list[list[int]](), args.fault.removeprefix("kill-")
+    router, answers, victim = Router(args.engine, args.fault, args.address), [], args.fault.removeprefix("kill-")
+    asked = prompts(args.requests)
     with ThreadPoolExecutor(4) as pool:
         for answer in pool.map(router.answer, range(len(asked)), *zip(*asked, strict=True)):
             answers.append(answer)
             if len(answers) == args.requests // 4 and victim in router.hosts:
                 os.kill(router.hosts[victim].about()[0], signal.SIGKILL)
-    numbers: dict[str, Any] = {"answered": len(answers), "seconds": round(time.perf_counter() - start, 2)}
-    wrong, until = sum(map(list.__ne__, router.hosts["decode"].alone(asked), answers)), time.monotonic() + 4 * LEASE
+    wrong, until = sum(map(list.__ne__, router.mend()["decode"].alone(asked), answers)), time.monotonic() + 12
     while (held := sum(host.held() for host in router.hosts.values())) and time.monotonic() < until:
-        time.sleep(LEASE / 8)  # leases end
-    numbers |= {**router.counts, "wrong": wrong, "held": held}
-    print(json.dumps(numbers, indent=2) if args.json else "\n".join(f"{name:32}{n:>8}" for name, n in numbers.items()))
+        time.sleep(0.4)  # leases end
+    print(json.dumps({"answered": len(answers), **router.counts, "wrong": wrong, "held": held}, indent=2))
     return 1 if wrong or held else 0
 
 

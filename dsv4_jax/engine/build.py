@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,9 +13,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from ..cache import KVCache, init_cache
 from ..capacity import device_limit, plan_capacity, plan_host_capacity
-from ..checks import check_integer, shown
+from ..checks import check_boolean, check_integer, check_iterable, shown
 from ..config import DSV4Config
-from ..errors import CapacityError, PlanError
+from ..errors import CapacityError, CheckpointError, PlanError
 from ..events import EventLog
 from ..hf_config import read_hf
 from ..layout import CacheLayout, CacheSize
@@ -72,7 +73,8 @@ def build(
 
     Args: as `Engine.of`.
     """
-    shards = 1 if mesh is None else mesh.shape.get(DATA, 1)
+    drafts, pool = check_integer("drafts", drafts, error=PlanError), check_boolean("pool", pool, error=PlanError)
+    shards = 1 if mesh is None else _checked(mesh).shape.get(DATA, 1)
     if policy is _DEFAULT and pool:  # whose ranks have blocks of their own
         policy = CachePolicy()
     if isinstance(memory, CacheSize):
@@ -93,8 +95,11 @@ def build(
         pages = HostSize(plan_host_capacity(layout, host // shards))
     else:
         pages = HostSize(0)
-    if events is True:
-        events = [EventLog(details=True) for _ in range(shards)]
+    if isinstance(events, bool):
+        events = [EventLog(details=True) for _ in range(shards)] if events else []
+    events = [*check_iterable("events", events, error=PlanError)]
+    if wrong := [log for log in events if not isinstance(log, EventLog)]:
+        raise PlanError(f"events must be of EventLog, got {shown(wrong[0])}")
     if events and len(events) != shards:
         raise PlanError(f"{len(events)} event logs for {shards} data shards")
     if stores is not None and not pages.num_pages:
@@ -170,8 +175,11 @@ def load(
 
     Args: as `Engine.load`.
     """
+    if not isinstance(checkpoint, str | os.PathLike):
+        raise CheckpointError(f"checkpoint must be the path of a folder, got {shown(checkpoint)}")
+    drafts = check_integer("drafts", drafts, error=PlanError)
     hf = read_hf(pathlib.Path(checkpoint))
-    cfg, sizes = DSV4Config.from_hf(hf), {} if mesh is None else mesh.shape
+    cfg, sizes = DSV4Config.from_hf(hf), {} if mesh is None else _checked(mesh).shape
     split = Split(sizes.get(DATA, 1), sizes.get(TENSOR, 1))
     wide = functools.partial(device_bytes, cfg, "bfloat16", split, drafts=drafts > 0)
     form = default_form(hf, device_limit(), wide) if weights is None else weights
@@ -195,6 +203,13 @@ def load(
             raise CapacityError(f"weights take {held} bytes of the device, nothing of its share is left for a cache")
     name = str(pathlib.Path(checkpoint).resolve()) if weights_id is None else weights_id
     return build(params, layout, memory, drafts=drafts, mesh=mesh, weights_id=name, **options)
+
+
+def _checked(mesh: Mesh) -> Mesh:
+    """Raises `PlanError` if it is no mesh."""
+    if not isinstance(mesh, Mesh):
+        raise PlanError(f"mesh must be a Mesh or None, got {shown(mesh)}")
+    return mesh
 
 
 def _own_bytes(array: Any) -> int:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ..checks import check_boolean, check_integer, check_seconds, shown
+from ..checks import check_boolean, check_integer, check_iterable, check_seconds, shown
 from ..errors import (
     ContextLimitError,
     EngineError,
@@ -42,7 +42,7 @@ from .handoffs import Handoffs, Remote
 from .job import Job, JobState
 from .prompt import Output, Prompt, derived_seed
 
-__all__ = ["Core", "Limits", "Sent", "Storage", "check_id", "shapes_of"]
+__all__ = ["Core", "Limits", "Sent", "Storage", "check_id", "listed", "shapes_of"]
 
 
 class Storage(Protocol):
@@ -135,16 +135,22 @@ class Core:
         seed: int = 0,
     ):
         self.seed = check_integer("seed", seed, -(2**63), 2**64 - 1, error=PlanError)
-        self.managers = [managers] if isinstance(managers, KVCacheManager) else [*managers]
+        self.managers, drivers = listed("managers", managers), listed("storage", storage)
         _check_alike(self.managers)
-        if storage and len(storage) != len(self.managers):
-            raise PlanError(f"{len(storage)} storage drivers for {len(self.managers)} managers")
+        if drivers and len(drivers) != len(self.managers):
+            raise PlanError(f"{len(drivers)} storage drivers for {len(self.managers)} managers")
         if not isinstance(limits, Limits):
             raise PlanError(f"limits must be Limits, got {shown(limits)}")
         if remote is not None and len(self.managers) > 1:
             raise PlanError(f"hand-offs are of one data shard, here are {len(self.managers)}")
-        self.shapes, self.limits, self.storage, self.remote = shapes, limits, [*storage], remote
+        self.shapes, self.limits, self.storage, self.remote = shapes, limits, drivers, remote
         self.layout = self.managers[0].layout
+        if not isinstance(shapes, Shapes):
+            raise PlanError(f"shapes must be Shapes, got {shown(shapes)}")
+        for kind, shape in (("mixed", shapes.mixed), ("decode", shapes.decode)):
+            columns = self.managers[0].size.max_blocks_per_request
+            if not isinstance(shape, StepShape) or shape.columns != columns:
+                raise PlanError(f"shapes.{kind} must be a StepShape of {columns} columns, got {shown(shape)}")
         self.depth = 2 if check_boolean("ahead", ahead, error=PlanError) else 1
         self.paused = self.asleep = False
         self.counts = collections.Counter[str]()
@@ -720,7 +726,7 @@ class Core:
         words = np.zeros_like(self._allowed)
         assert job.prompt.mask is not None
         try:
-            job.prompt.mask(job.out, words)
+            job.prompt.mask(tuple(job.out), words[:])  # whatever it does to them, and to the form of its row
             if not (words & self._allowed).any():
                 raise RequestError("the mask allows no token")
         except KeyboardInterrupt:
@@ -945,6 +951,7 @@ class Core:
 
         Raises:
             EngineError: calls are under way.
+            RequestError: as `KVCacheManager.reset`, of the weights' id; nothing has changed.
         """
         if self._sent:
             raise EngineError(f"{len(self._sent)} calls of the device are under way")
@@ -979,6 +986,8 @@ class Core:
         self.asleep = False
 
     def _begin_again(self, lost: Container[Job], error: Exception | None, **weights: Any) -> None:
+        for manager in self.managers:  # first: it may refuse the weights' id, and nothing has changed then
+            manager.reset(**weights)
         self._sent.clear()
         again = [job for live in self._live for job in live.values()]
         again += [job for waiting in self._preempted for job in waiting]
@@ -987,9 +996,8 @@ class Core:
         again += [job for job in self.jobs if job.state is JobState.LEAVING]
         if self._handoffs is not None:
             self._handoffs.forget()
-        for manager in self.managers:
-            manager.reset(**weights)
-            if self.asleep:  # it has woken up
+        if self.asleep:  # resetting them has woken them up
+            for manager in self.managers:
                 manager.sleep()
         self._live = [{} for _ in self.managers]
         self._preempted = [[] for _ in self.managers]
@@ -1013,6 +1021,11 @@ def check_id(name: Hashable | None, used: Container[Hashable] = ()) -> None:
         raise RequestError(f"an id must be hashable, got {shown(name)}") from None
     if name is not None and name in used:
         raise RequestError(f"id {shown(name)} is in use")
+
+
+def listed(name: str, values: Any) -> list[Any]:
+    """Returns what is given for each data shard as a list; a manager alone is that of one."""
+    return [values] if isinstance(values, KVCacheManager) else [*check_iterable(name, values, error=PlanError)]
 
 
 def _check_alike(managers: list[KVCacheManager]) -> None:
@@ -1063,12 +1076,14 @@ def shapes_of(managers: Sequence[KVCacheManager], chunk_tokens: int, *, steps: i
     Raises:
         PlanError: a step has no room for a token of each slot, and its drafts; or the managers are not alike.
     """
-    _check_alike([*managers])
-    manager = managers[0]
-    rows = manager.size.num_slots
+    each = listed("managers", managers)
+    _check_alike(each)
+    manager, rows = each[0], each[0].size.num_slots
+    chunk_tokens = check_integer("chunk_tokens", chunk_tokens, error=PlanError)
+    drafts = check_integer("drafts", drafts, error=PlanError)
     if chunk_tokens < rows * (1 + drafts):
-        each = f", times {1 + drafts} with drafts" if drafts else ""
-        raise PlanError(f"chunk_tokens must be at least the number of slots {rows}{each}, got {chunk_tokens}")
+        times = f", times {1 + drafts} with drafts" if drafts else ""
+        raise PlanError(f"chunk_tokens must be at least the number of slots {rows}{times}, got {chunk_tokens}")
     mixed = manager.pinned_shape(rows, chunk_tokens, history=True)
     decode = manager.pinned_shape(rows, rows * (1 + drafts), steps=steps)
     return Shapes(_wider(manager, mixed, drafts), _wider(manager, decode, drafts), steps, drafts)

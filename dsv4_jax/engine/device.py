@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..cache import KVCache
-from ..checks import check_boolean, check_integer, check_share, shown
+from ..checks import check_boolean, check_integer, check_iterable, check_share, shown
 from ..errors import EngineError, PlanError, RequestError, TransferError
 from ..manager import KVCacheManager
 from ..manager.transfers import Transfers
@@ -85,13 +85,16 @@ class DeviceExecutor:
         implementation: Choice = None,
     ):
         self.params, self.cache, self.host, self.shapes = params, cache, host, shapes
-        self._renew, self._exchanges, self._drivers = renew, [*exchanges], [*drivers]
+        self._exchanges = [*check_iterable("exchanges", exchanges, error=PlanError)]
+        if wrong := [each for each in self._exchanges if not hasattr(each, "peers")]:
+            raise PlanError(f"exchanges must be of Exchange, got {shown(wrong[0])}")
+        self._renew, self._drivers = renew, [*drivers]
         self._remote, self._asleep = remote, False
         self._remote_error: TransferError | None = None
         self._fence: Any = None  # of the call sent last
         self._top = min(check_integer("top", top, 0, error=PlanError), cache.layout.cfg.vocab_size)
         self._implementation = frozen(implementation)
-        self._placement = CompiledSteps(cache, [exchange.peers for exchange in exchanges])
+        self._placement = CompiledSteps(cache, [exchange.peers for exchange in self._exchanges])
         self._words = mask_words(cache.layout.cfg.vocab_size)
         self._layout = cache.layout
         check_acceptance(acceptance, PlanError)

@@ -20,10 +20,11 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Self, TypeVar
 
-from ..checks import check_boolean, check_integer, check_seconds, shown
+from ..checks import check_boolean, check_integer, check_iterable, check_seconds, shown
 from ..errors import EngineError, ManagerInterruptedError, PlanError, QueueFullError, RequestError
 from ..events import BlockEvent, EventLog
 from ..manager.metrics import Family, ManagerStats, exposition
+from ..manager.prefix.hashing import canonical_bytes
 from .core import Core, check_id
 from .executor import Executor, Pending, Work
 from .handle import Handle, Loops, Waiter
@@ -45,7 +46,8 @@ class Engine:
     Args:
         core: decides; the engine's own from now on.
         executor: runs steps; the engine's own as well.
-        watchdog: seconds that a call of the device may take until all requests end in an error; None: any time.
+        watchdog: seconds that the results of a call may be waited for until all requests end in an error; None: any
+            time. Sending a call does not count, as that is when steps are compiled.
         freeze: keep Python's garbage collector from looking at everything that exists when the engine begins, and
             let it look less often: it stops all threads meanwhile (0.3 to 1.3 s in long runs, 0.04 without).
         clock: seconds.
@@ -67,6 +69,8 @@ class Engine:
     ):
         if not isinstance(core, Core):
             raise PlanError(f"core must be a Core, got {shown(core)}")
+        if not hasattr(executor, "shapes") or not hasattr(executor, "send"):
+            raise PlanError(f"executor must be an Executor, got {shown(executor)}")
         if core.shapes != executor.shapes:
             raise PlanError("the core plans steps of other shapes than the executor runs")
         self._watchdog = None if watchdog is None else check_seconds("watchdog", watchdog, error=PlanError)
@@ -227,9 +231,10 @@ class Engine:
         Raises:
             HandoffError: anything is wrong with the part; the request waits on.
             PeerError: the other host is lost, so the request is computed here.
-            RequestError: the request has no `peer`.
+            RequestError: the request has no `peer`, or this can be nobody's id.
             EngineError: the engine is closed, or its device hangs.
         """
+        check_id(name)
         return self._call(lambda: self._core.receive(name, part, self._clock()))
 
     def _leave(self, handle: Handle) -> None:
@@ -251,7 +256,7 @@ class Engine:
 
         Raises: as `add`; then those added before are aborted.
         """
-        handles: list[Handle] = []
+        handles, prompts = list[Handle](), check_iterable("prompts", prompts, error=RequestError)
         try:
             for prompt in prompts:
                 while True:
@@ -282,7 +287,8 @@ class Engine:
         Raises: as `add`; what a sequence ended in, if not in its end.
         """
         prompts = [
-            Prompt(tokens=tokens, score=True, logprobs=top, routed_experts=routed_experts) for tokens in sequences
+            Prompt(tokens=tokens, score=True, logprobs=top, routed_experts=routed_experts)
+            for tokens in check_iterable("sequences", sequences, error=RequestError)
         ]
         answers = [samples[0] for samples in self.run(prompts)]
         for one in answers:
@@ -444,7 +450,13 @@ class Engine:
 
         Args:
             timeout: seconds to wait; then the thread ends when the device lets it, and the process when it likes.
+
+        Raises:
+            EngineError: an argument of another kind; it is not closed then.
         """
+        drain = check_boolean("drain", drain, error=EngineError)
+        if timeout is not None:
+            timeout = check_seconds("timeout", timeout, error=EngineError)
         with self._lock:
             if self._closed is None:
                 self._closed = EngineError("the engine is closed")
@@ -709,6 +721,7 @@ class Engine:
         self._core.paused = False
 
     def _update(self, params: Any, weights_id: Any, donate: bool) -> None:
+        canonical_bytes(weights_id)  # else it may be anything, and compare as it likes
         if any(manager.weights_id == weights_id for manager in self._core.managers):
             raise RequestError(
                 f"weights_id {shown(weights_id)} is that of the weights in use: other weights, another id"

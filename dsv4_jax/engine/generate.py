@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from ..cache import KVCache
-from ..checks import check_integer, shown
+from ..checks import check_integer, check_iterable, shown
 from ..errors import ContextLimitError, ManagerInterruptedError, PlanError
 from ..manager import KVCacheManager
 from ..manager.prefix.token_ids import token_ids
@@ -16,7 +16,7 @@ from ..model.sampling import GREEDY, Sampling
 from ..model.weights.params import Params
 from ..ops.exchange_buffers import Exchange
 from ..ops.registry import Choice
-from .core import Core, Limits, shapes_of
+from .core import Core, Limits, listed, shapes_of
 from .device import DeviceExecutor
 from .loop import Turn, drive
 from .prompt import Prompt, stop_ids
@@ -118,7 +118,7 @@ def generate(
     if not isinstance(sampling, Sampling):
         raise PlanError(f"sampling must be a Sampling, got {shown(sampling)}")
     stops = stop_ids(stop_tokens, PlanError)
-    managers = [manager] if isinstance(manager, KVCacheManager) else [*manager]
+    managers, asked_for = listed("manager", manager), [*check_iterable("prompts", prompts, error=PlanError)]
     shapes = shapes_of(managers, chunk_tokens, steps=decode_steps, drafts=drafts)
     if any(any(one.host_size) for one in managers):
         raise PlanError("generate moves nothing between tiers: its manager must have no host tier (see Engine)")
@@ -127,9 +127,9 @@ def generate(
     executor.check_managers(managers)
     if sampling.seed is not None:  # of all of them: each draws from a seed of its own
         seed, sampling = sampling.seed, dataclasses.replace(sampling, seed=None)
-    core = Core(managers, shapes, seed=seed, limits=Limits(queued=max(len(prompts), 1)))
+    core = Core(managers, shapes, seed=seed, limits=Limits(queued=max(len(asked_for), 1)))
     asked = []
-    for i, prompt in enumerate(prompts):
+    for i, prompt in enumerate(asked_for):
         ids = token_ids(prompt, core.layout.cfg.vocab_size)
         if not len(ids):
             raise PlanError(f"prompt {i} is empty")

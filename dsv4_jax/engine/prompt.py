@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from ..checks import as_int, check_boolean, check_integer, check_seconds, shown
+from ..checks import as_int, check_boolean, check_integer, check_iterable, check_seconds, shown
 from ..errors import RequestError
 from ..manager import MediaItem, Namespace
 from ..manager.prefix.token_ids import token_ids
@@ -43,7 +43,8 @@ class Prompt:
         deadline: seconds from when it is added until it ends as "deadline", whatever it has by then.
         logprobs: None: none; 0: the raw log-probability of each sampled token; N: also the N likeliest tokens of each
             place and theirs.
-        mask: fills a row with the tokens that may come next, before each step that samples for it.
+        mask: fills a row with the tokens that may come next, before each step that samples for it; called in the
+            engine's thread with what is sampled so far, a tuple.
         routed_experts: whether outputs say which experts the tokens went to.
         reuse: "output": the next turn goes on from the answer; "prompt": from the prompt only (the answer is left out
             of it), so that no state is kept at the end of the answer.
@@ -107,10 +108,10 @@ class Prompt:
         for name in ("routed_experts", "score"):
             put(name, check_boolean(name, getattr(self, name), error=RequestError))
         put("stop_tokens", stop_ids(self.stop_tokens))
-        put("items", tuple(self.items))
+        put("items", tuple(check_iterable("items", self.items, error=RequestError)))
         if self.namespace is not None and not isinstance(self.namespace, Namespace):
             raise RequestError(f"namespace must be a Namespace or None, got {shown(self.namespace)}")
-        if self.reuse not in ("output", "prompt"):
+        if not isinstance(self.reuse, str) or self.reuse not in ("output", "prompt"):
             raise RequestError(f'reuse must be "output" or "prompt", got {shown(self.reuse)}')
         if self.score and (len(self.tokens) < 2 or self.n > 1 or (self.export or self.peer) is not None):
             raise RequestError("score: of one text of two tokens at least, which no other host has to do with")

@@ -33,7 +33,7 @@ ACCEPTANCE = ("coupled", "standard")
 
 def check_acceptance(rule: str, error: Callable[[str], Exception]) -> None:
     """Raises `error` unless it is one of `ACCEPTANCE`."""
-    if rule not in ACCEPTANCE:
+    if not isinstance(rule, str) or rule not in ACCEPTANCE:
         raise error(f"acceptance is {' or '.join(ACCEPTANCE)}, got {shown(rule)}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from types import SimpleNamespace
 
 import jax
@@ -241,6 +242,8 @@ def test_refusals_change_nothing():
         ("score", True),
         ("namespace", "x"),
         ("peer", 7),
+        ("items", 7),
+        ("reuse", np.array([1, 2])),
     ],
 )
 def test_a_prompt_is_checked_when_it_is_made(name, value):
@@ -291,6 +294,39 @@ def test_masks_say_what_may_come_next():
     server.run()
     assert server.tokens[name, 0] == [7, 8, 9, 10, 11, 12] and seen == [[7, 8, 9, 10, 11, 12][:i] for i in range(6)]
     assert server.tokens[other, 0] == server.expected(TEXT[:9], 20, seed=3)
+
+
+def test_a_mask_changes_neither_what_it_is_shown_nor_the_form_of_its_row():
+    """Else an answer of its own would come without end, and a row of another shape would be the whole step's error."""
+    shapes = set()
+
+    def bent(ids, row):
+        row[:] = 0xFFFFFFFF
+        with warnings.catch_warnings(action="ignore"):
+            row.shape = (-1, 1)
+
+    server = Server(on_send=lambda work: shapes.update(words.shape for words in work.masks.values()))
+    good = server.add(TEXT[:5], 9, sampling=Seeded(1))
+    names = [server.add(TEXT[:6], 9, mask=mask) for mask in (lambda ids, row: ids.clear(), bent)]
+    server.run(100)
+    assert server.tokens[good, 0] == server.expected(TEXT[:5], 9, seed=1) and shapes == {(CFG.vocab_size // 32,)}
+    assert [server.finish[name, 0] for name in names] == ["error", "length"]
+    assert isinstance(server.errors[names[0], 0], AttributeError)
+    server.check_empty()
+
+
+def test_weights_of_no_name_change_nothing():
+    """They are refused by the manager: the core has not forgotten who is live by then."""
+    server = Server(ahead=False)
+    name = server.add(TEXT[:40], 9, sampling=Seeded(1), namespace=Namespace(tenant="x"))
+    for _ in range(4):
+        server.turn()
+    with pytest.raises(RequestError, match=r"1\.5"):
+        server.core.forget(weights_id=1.5)
+    assert (server.core.live, server.core._tenants) == (1, {"x": 1})
+    server.run()
+    assert server.tokens[name, 0] == server.expected(TEXT[:40], 9, seed=1)
+    server.check_empty()
 
 
 def test_scores_are_of_every_token_but_the_first():

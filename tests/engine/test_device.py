@@ -10,7 +10,7 @@ import pytest
 
 from dsv4_jax import CacheLayout, CacheSize, DSV4Config, model
 from dsv4_jax.engine import Engine, Limits, Prompt, build
-from dsv4_jax.errors import EngineError, PlanError, RequestError
+from dsv4_jax.errors import CheckpointError, EngineError, PlanError, RequestError
 from dsv4_jax.manager import HostSize
 from dsv4_jax.tiers.remote import RecordTransport
 from dsv4_jax.transports import open_engine
@@ -102,6 +102,27 @@ def test_a_prompt_of_another_engine_is_gone_on_with(weights):
             pass
     with pytest.raises(PlanError, match="host tier"):
         Engine.of(weights[0], LAYOUT, SIZE, weights_id="same", transport=transports[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("events", 5, "events must be an iterable, got 5"),
+        ("events", [True], "events must be of EventLog, got True"),
+        ("mesh", (), r"mesh must be a Mesh or None, got \(\)"),
+        ("pool", 1, "pool must be True or False"),
+        ("drafts", None, "drafts must be an integer"),
+        ("exchanges", None, "exchanges must be an iterable"),
+    ],
+)
+def test_what_an_engine_is_made_of_is_checked(weights, name, value, problem):
+    with pytest.raises(PlanError, match=problem):
+        engine(weights[0], "w", **{name: value})
+
+
+def test_what_is_no_folder_is_no_checkpoint():
+    with pytest.raises(CheckpointError, match="path of a folder, got None"):
+        Engine.load(None)
 
 
 def test_a_checkpoint_is_held_as_the_device_computes_it(tmp_path, monkeypatch):

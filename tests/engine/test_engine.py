@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import queue
 import random
@@ -10,14 +11,15 @@ import threading
 import time
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
-from dsv4_jax.engine import Engine, Limits, Prompt
+from dsv4_jax.engine import Core, Engine, Limits, Prompt, shapes_of
 from dsv4_jax.engine.handle import Loops
 from dsv4_jax.errors import EngineError, PlanError, QueueFullError, RequestError
 
 from ..clock import PATIENCE
-from .serving import CFG, Seeded, Server, eventually
+from .serving import CFG, COLUMNS, Seeded, Server, eventually
 
 TEXT = list(range(1, 71))
 
@@ -314,7 +316,40 @@ def test_bad_arguments_are_refused():
     server = Server()
     with pytest.raises(PlanError, match="core must be a Core"):
         Engine(None, server.executor)
+    with pytest.raises(PlanError, match="executor must be an Executor, got 5"):
+        Engine(server.core, 5)
     with pytest.raises(PlanError, match="other shapes"):
         Engine(server.core, Server(chunk=64).executor)
     with pytest.raises(PlanError, match="watchdog"):
         Engine(server.core, server.executor, watchdog=0)
+    shapes = server.executor.shapes
+    wide = shapes._replace(decode=dataclasses.replace(shapes.decode, columns=COLUMNS + 1))
+    for problem, given, options in (
+        ("managers must be an iterable, got 5", (5, shapes), {}),
+        ("storage must be an iterable, got 5", (server.managers, shapes), dict(storage=5)),
+        ("shapes must be Shapes, got None", (server.managers, None), {}),
+        (f"decode must be a StepShape of {COLUMNS} columns", (server.managers, wide), {}),
+    ):
+        with pytest.raises(PlanError, match=problem):
+            Core(*given, **options)
+    for chunk, options in ((None, {}), (64, dict(drafts="x"))):
+        with pytest.raises(PlanError, match="must be an integer"):
+            shapes_of(server.managers, chunk, **options)
+
+
+def test_calls_with_what_is_none_are_refused():
+    serving, server = engine()
+    vars(server.executor).update(update=lambda params, donate, fits: fits())
+    with serving:
+        for problem, call in (
+            (RequestError, lambda: serving.run(5)),
+            (RequestError, lambda: serving.score(None)),
+            (RequestError, lambda: serving.receive([], b"")),
+            (RequestError, lambda: serving.update_weights(None, np.array([1, 2]))),
+            (EngineError, lambda: serving.close(drain=1)),
+            (EngineError, lambda: serving.close(timeout="long")),
+        ):
+            with pytest.raises(problem):
+                call()
+        assert serving.add(prompt(4)).result(10).tokens == answer(server, 4), "it is open, and nothing has changed"
+    server.check_empty()

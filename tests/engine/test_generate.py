@@ -199,6 +199,9 @@ def test_a_manager_with_a_host_tier_is_refused(params):
         (dict(sampling=None), PlanError, "sampling must be a Sampling, got None"),
         (dict(stop_tokens="12"), PlanError, "stop_tokens must be integers, got '1'"),
         (dict(stop_tokens=5), PlanError, "stop_tokens must be token ids, got 5"),
+        (dict(exchanges=[None]), PlanError, "exchanges must be of Exchange, got None"),
+        (dict(acceptance=np.array([1, 2])), PlanError, "acceptance is"),
+        (dict(prompts=5), PlanError, "prompts must be an iterable, got 5"),
     ],
 )
 def test_impossible_requests_are_refused_before_anything_runs(params, options, error, problem):

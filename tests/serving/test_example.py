@@ -83,7 +83,7 @@ def test_help_has_examples(example: ModuleType, capsys) -> None:
 def test_two_hosts_answer_as_one_alone() -> None:
     """Two processes, and records that are not what their checksums were made of."""
     program = load_example("disaggregated").__file__
-    argv = [sys.executable, str(program), "--requests", "6", "--fault", "torn-record", "--json"]
+    argv = [sys.executable, str(program), "--requests", "6", "--fault", "torn-record"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=2 * PATIENCE)
     assert done.returncode == 0, done.stderr
     numbers = json.loads(done.stdout)
