@@ -246,12 +246,12 @@ class QueueFullError(EngineError):
     """As many requests wait as an engine takes on: ask again later.
 
     Attributes:
-        waiting, limit: numbers of requests.
+        waiting, limit: numbers of requests, or of what the message says.
     """
 
-    def __init__(self, waiting: int, limit: int):
+    def __init__(self, waiting: int, limit: int, what: str = "requests"):
         self.waiting, self.limit = waiting, limit
-        super().__init__(f"{waiting} requests wait already, at most {limit} may")
+        super().__init__(f"{waiting} {what} wait already, at most {limit} may")
 
 
 class PoolError(CacheError, ValueError):

@@ -27,7 +27,7 @@ from ..version import __version__
 from .backend import Backend
 from .completions import Completions, Texts
 from .config import Config
-from .generation import EventStream, Generation, watched
+from .generation import Answers, EventStream, Generation, watched
 from .problems import ApiError, invalid
 from .replies import as_json, aside
 from .requests import Body, Wanted, common, parse, prompts
@@ -35,6 +35,8 @@ from .requests import Body, Wanted, common, parse, prompts
 __all__ = ["Frontend"]
 
 LONG = 1 << 16  # bytes from which on a body is not worked on in the loop's own thread
+VALUE = 96  # bytes that a value of JSON takes at most, on average
+A_VALUE = 8  # bytes of a body for each value that it may have: it is of text and ids, not of brackets
 POLL = 0.5  # seconds between two events of the page
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "::1")
 _PAGES = {
@@ -61,7 +63,7 @@ class Frontend:
         self.config, self.backend, self.texts, self.chat = config, backend, texts, chat
         self.begun = int(time.time())
         self.requests = collections.Counter[tuple[str, int]]()  # by route and status
-        self.body_bytes = 0  # of bodies that are being read
+        self.body_bytes = 0  # of bodies that are being read or worked on, and of what was made of them
         self._keys = {hashlib.sha256(key.encode()).digest(): name for name, key in config.keys.items()}
         self._watchers: set[asyncio.Event] = set()
         self._status: bytes = b""
@@ -108,11 +110,15 @@ class Frontend:
         anthropic = path.startswith("/v1/messages")
 
         async def endpoint(request: Request) -> Any:
+            request.state.body_bytes = 0
             try:
                 self._check_origin(request)
                 if needs_key:
                     request.state.tenant = self._tenant(request)
                 answer = await call(self, request)
+                if isinstance(answer, Answers):
+                    self._count(request, -request.state.body_bytes)  # nothing of it is kept
+                    answer = await self._answer(request, answer)
             except ApiError as error:
                 answer = self._refusal(error, anthropic)
             except (ClientDisconnect, asyncio.CancelledError):  # nobody reads it
@@ -121,6 +127,8 @@ class Frontend:
             except Exception:
                 traceback.print_exc()
                 answer = self._refusal(ApiError(500, "the server has failed", code="internal_error"), anthropic)
+            finally:
+                self._count(request, -request.state.body_bytes)
             self.requests[path, getattr(answer, "status_code", 200)] += 1
             return answer
 
@@ -175,6 +183,13 @@ class Frontend:
         said = "the API key is wrong" if key else "this server wants an API key (Authorization: Bearer KEY)"
         raise ApiError(401, said, code="invalid_api_key")
 
+    def _count(self, request: Request, size: int) -> None:
+        """Memory that a request takes, or gives back, until it is answered. Raises `ApiError`: all take too much."""
+        request.state.body_bytes += size
+        self.body_bytes += size
+        if size > 0 and self.body_bytes > self.config.bodies_bytes:
+            raise ApiError(503, "too much is being sent at once", code="busy", retry_after=1)
+
     async def body(self, request: Request) -> bytes:
         """The body of a request. Raises `ApiError`: it is too long, or too slow."""
         most, announced = self.config.body_bytes, request.headers.get("content-length", "")
@@ -185,21 +200,22 @@ class Frontend:
             async with asyncio.timeout(self.config.body_s):
                 async for part in request.stream():
                     size += len(part)
-                    self.body_bytes += len(part)
                     if size > most:
                         raise ApiError(413, f"a body is of at most {most} bytes", code="body_too_large")
-                    if self.body_bytes > self.config.bodies_bytes:
-                        raise ApiError(503, "too much is being sent at once", code="busy", retry_after=1)
+                    self._count(request, len(part))
                     parts.append(part)
         except TimeoutError:
             raise ApiError(408, f"the body was not there in {self.config.body_s:.0f} s", code="timeout") from None
-        finally:
-            self.body_bytes -= size
         return b"".join(parts)
 
     async def read(self, request: Request) -> Body:
         """The JSON object of a request. Raises `ApiError`."""
         data = await self.body(request)
+        values = 1 + sum(map(data.count, (b",", b"[", b"{")))  # or more: these may stand in texts
+        if values > (most := max(1024, self.config.body_bytes // A_VALUE)):
+            said = f"a body has at most {most} values (commas and opening brackets are counted)"
+            raise ApiError(413, said, code="body_too_large")
+        self._count(request, VALUE * values)
         return Body(await aside(parse, data) if len(data) > LONG else parse(data))
 
     def check_model(self, body: Body) -> None:
@@ -245,18 +261,12 @@ class Frontend:
         name = f"{kind}-{secrets.token_hex(12)}"
         return {"id": name, "created": now, "model": self.config.models[0], "system_fingerprint": f"fp_{print_}"}
 
-    async def answer(
-        self,
-        request: Request,
-        generation: Generation,
-        wanted: Wanted,
-        form: Any,
-        problem: Callable[[ApiError], bytes] | None = None,
-    ) -> Any:
-        """Begins, and answers in this form: as a stream, or at once when all is there."""
+    async def _answer(self, request: Request, asked: Answers) -> Any:
+        """Begins, and answers in its form: as a stream, or at once when all is there."""
+        generation, form = asked.generation, asked.form
         await watched(request.receive, generation.begin(), generation.abort)
-        if wanted.stream:
-            return EventStream(form.events(), generation.abort, problem or _stream_problem)
+        if asked.stream:
+            return EventStream(form.events(), generation.abort, asked.problem or _stream_problem)
         return as_json(await watched(request.receive, form.whole(), generation.abort))
 
     # Routes
@@ -335,7 +345,7 @@ class Frontend:
         said = [texts.decode(one) for one in ids] if echo else None
         generation = Generation(self.backend, ids, wanted, limits)
         form = Completions(texts, wanted, generation, self.head("cmpl"), said)
-        return await self.answer(request, generation, wanted, form)
+        return Answers(generation, wanted.stream, form)
 
     async def tokenize(self, request: Request) -> Response:
         body = await self.read(request)

@@ -15,6 +15,7 @@ from .problems import ApiError, of_engine
 __all__ = ["Backend", "Sample"]
 
 RETRY = 0.1  # seconds between attempts to reach the engine
+MAX_UNSENT = 64 << 20  # bytes of questions that the engine's end has not taken yet
 
 
 class Sample:
@@ -148,14 +149,26 @@ class Backend:
         return of_engine("gone", "the engine has ended")
 
     @property
+    def queue_tokens(self) -> int:
+        """Tokens of prompts that may wait. Raises `ApiError`: the engine was never reached."""
+        if self.hello is None:
+            raise self.problem()
+        return self.hello.queue_tokens
+
+    @property
     def live(self) -> int:
         """Samples that have not ended."""
         return len(self._samples)
 
     def ask(self, event: asyncio.Event, **asked: Any) -> Sample:
-        """Has a sample drawn; `event` is set when there is something of it. Raises `ApiError` if nobody is there."""
+        """Has a sample drawn; `event` is set when there is something of it.
+
+        Raises `ApiError`: nobody is there, or so much was asked for that the engine's end has not taken it yet.
+        """
         if self._writer is None:
             raise self.problem()
+        if self._writer.transport.get_write_buffer_size() > MAX_UNSENT:
+            raise ApiError(503, "too much is asked for at once", code="busy", retry_after=1)
         number = next(self._numbers)
         sample = self._samples[number] = Sample(self, number, event)
         self._send(wire.Ask(number, **asked))

@@ -13,6 +13,7 @@ import pathlib
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -47,7 +48,6 @@ class Bridge:
         path: of the socket; nothing is there yet.
         hello: what frontends are told first.
         masks: makes masks of what samples ask for; None: they can ask for none.
-        queue_tokens: tokens of prompts that may wait for their first token, over all frontends.
         update: loads weights from a folder and puts them in place (`update_weights`); None: it cannot be asked for.
 
     A context manager: leaving it ends what frontends have asked for.
@@ -60,19 +60,20 @@ class Bridge:
         hello: wire.Hello,
         *,
         masks: Masks | None = None,
-        queue_tokens: int = 1 << 22,
         update: Callable[[str, str], None] | None = None,
     ):
         self.engine, self.path, self.hello = engine, pathlib.Path(path), hello
-        self.masks, self.queue_tokens, self.update = masks, queue_tokens, update
+        self.masks, self.update = masks, update
         self.waiting_tokens = 0
+        self.waiting_masks = 0  # samples whose grammar is being made
+        self.grammars = ThreadPoolExecutor(2, "dsv4-grammar")  # of its own: health is asked for meanwhile
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         self._ready = threading.Event()
         self._problem: BaseException | None = None
         self._sampling = _sampling_class()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._writers: set[asyncio.StreamWriter] = set()
+        self._sessions: set[_Session] = set()
         self._thread = threading.Thread(target=self._run, name="dsv4-bridge", daemon=True)
         self._thread.start()
         self._ready.wait()
@@ -90,6 +91,7 @@ class Bridge:
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join()
+        self.grammars.shutdown(wait=False, cancel_futures=True)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -116,17 +118,28 @@ class Bridge:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
-        self._writers.add(writer)
         session = _Session(self, writer)
+        self._sessions.add(session)
         try:
             await session.run(reader)
         except (ConnectionError, asyncio.CancelledError, msgspec.MsgspecError):
             pass
         finally:
             self._tasks.discard(task)
-            self._writers.discard(writer)
+            self._sessions.discard(session)
             session.close()
             writer.close()
+
+    def let_wait(self, ask: wire.Ask) -> int:
+        """The tokens of its prompt, which wait from now on. Raises `QueueFullError`: no more may."""
+        count, most, masked = len(ask.tokens) // 4, self.hello.queue_tokens, ask.mask is not None
+        if self.waiting_tokens and self.waiting_tokens + count > most:
+            raise QueueFullError(self.waiting_tokens, most, "tokens of prompts")
+        if masked and self.waiting_masks >= self.hello.queued:
+            raise QueueFullError(self.waiting_masks, self.hello.queued)
+        self.waiting_tokens += count
+        self.waiting_masks += masked
+        return count
 
     def prompt(self, ask: wire.Ask) -> Prompt:
         """What an `Ask` asks of the engine. Raises `RequestError`."""
@@ -180,15 +193,15 @@ class Bridge:
     def _rename(self, weights_id: str) -> None:
         """Tells all frontends of the weights in use."""
         self.hello = msgspec.structs.replace(self.hello, weights_id=weights_id)
-        for writer in self._writers:
-            writer.write(wire.pack(self.hello))
+        for session in self._sessions:
+            session.writer.write(wire.pack(self.hello))
 
 
 class _Session:
     """A connection to a frontend."""
 
     def __init__(self, bridge: Bridge, writer: asyncio.StreamWriter):
-        self._bridge, self._writer = bridge, writer
+        self._bridge, self.writer = bridge, writer
         self._event = asyncio.Event()
         self._live: dict[int, _Live] = {}
         self._changed: list[_Live] = []  # of those, which have something to tell
@@ -196,16 +209,13 @@ class _Session:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def run(self, reader: asyncio.StreamReader) -> None:
-        self._writer.write(wire.pack(self._bridge.hello))
+        self.writer.write(wire.pack(self._bridge.hello))
         telling = asyncio.create_task(self._tell())
         self._tasks.add(telling)
         while (data := await wire.read(reader)) is not None:
             message = wire.decode_asks(data)
             if isinstance(message, wire.Ask):
-                if message.mask is not None:  # a grammar takes a while, and may be a bomb
-                    self._start(self._add_later(message))
-                else:
-                    self._add(message)
+                self._ask(message)
             elif isinstance(message, wire.Abort):
                 live = self._live.get(message.id)
                 if live is not None and live.abort is not None:
@@ -222,7 +232,7 @@ class _Session:
         for live in self._live.values():
             if live.abort is not None:
                 live.abort()
-            self._bridge.waiting_tokens -= live.waiting
+            self._let_go(live)
         self._live.clear()
 
     def _start(self, work: Awaitable[None]) -> None:
@@ -230,43 +240,59 @@ class _Session:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _add(self, ask: wire.Ask, prompt: Prompt | None = None) -> None:
-        bridge, count = self._bridge, len(ask.tokens) // 4
+    def _ask(self, ask: wire.Ask) -> None:
         try:
-            if bridge.waiting_tokens and bridge.waiting_tokens + count > bridge.queue_tokens:
-                raise QueueFullError(bridge.waiting_tokens, bridge.queue_tokens)
+            count = self._bridge.let_wait(ask)
+        except QueueFullError as error:
+            self._refuse(ask.id, error)
+            return
+        live = self._live[ask.id] = _Live(ask.id, self._changed, self._event)
+        live.waiting, live.masked = count, ask.mask is not None
+        if live.masked:  # a grammar takes a while, and may be a bomb
+            self._start(self._add_later(ask, live))
+        else:
+            self._add(ask, live)
+
+    def _let_go(self, live: _Live) -> None:
+        """It does not wait any more."""
+        self._bridge.waiting_tokens -= live.waiting
+        self._bridge.waiting_masks -= live.masked
+        live.waiting, live.masked = 0, False
+
+    def _add(self, ask: wire.Ask, live: _Live, prompt: Prompt | None = None) -> None:
+        bridge = self._bridge
+        try:
             handle = bridge.engine.add(bridge.prompt(ask) if prompt is None else prompt)
         except Exception as error:
             self._refuse(ask.id, error)
             return
-        live = self._live.get(ask.id) or self._begin(ask.id)
-        live.take, live.abort, live.waiting = handle.reader(bridge._loop, live), handle.abort, count
-        bridge.waiting_tokens += count
+        live.take, live.abort = handle.reader(bridge._loop, live), handle.abort
         self._first.append(wire.News(ask.id, [], [], [], None, 0))  # it is taken on
         live.set()  # it may have said something before it had a reader
         if live.aborted:
             handle.abort()
 
-    def _begin(self, number: int) -> _Live:
-        live = self._live[number] = _Live(number, self._changed, self._event)
-        return live
-
-    async def _add_later(self, ask: wire.Ask) -> None:
-        live = self._begin(ask.id)
+    async def _add_later(self, ask: wire.Ask, live: _Live) -> None:
         try:
-            prompt = await asyncio.to_thread(self._bridge.prompt, ask)
+            loop = asyncio.get_running_loop()
+            prompt = await loop.run_in_executor(self._bridge.grammars, self._prompt_of, ask, live)
         except Exception as error:
-            self._live.pop(ask.id, None)
             self._refuse(ask.id, error)
             return
-        if live.aborted:
-            self._live.pop(ask.id, None)
+        if prompt is None or live.aborted:
             self._refuse(ask.id, None)
-        else:
-            self._add(ask, prompt)
+            return
+        self._bridge.waiting_masks -= 1
+        live.masked = False
+        self._add(ask, live, prompt)
+
+    def _prompt_of(self, ask: wire.Ask, live: _Live) -> Prompt | None:
+        """None: it was aborted before its turn came."""
+        return None if live.aborted else self._bridge.prompt(ask)
 
     def _refuse(self, number: int, error: Exception | None) -> None:
-        self._live.pop(number, None)
+        if (live := self._live.pop(number, None)) is not None:
+            self._let_go(live)
         finish = "abort" if error is None else "error"
         self._first.append(wire.News(number, [], [], [], finish, 0, None if error is None else _problem(error)))
         self._event.set()
@@ -274,9 +300,9 @@ class _Session:
     async def _answer(self, call: wire.Call) -> None:
         try:
             value = await asyncio.to_thread(self._bridge.call, call.name, call.arguments)
-            self._writer.write(wire.pack(wire.Answer(call.id, value)))
+            self.writer.write(wire.pack(wire.Answer(call.id, value)))
         except Exception as error:
-            self._writer.write(wire.pack(wire.Answer(call.id, None, _problem(error))))
+            self.writer.write(wire.pack(wire.Answer(call.id, None, _problem(error))))
 
     async def _tell(self) -> None:
         """One message for all that a turn of the engine has brought."""
@@ -289,14 +315,12 @@ class _Session:
             for live in changed:
                 for output in live.take():
                     news.append(_news(live.number, output))
-                    if live.waiting:
-                        self._bridge.waiting_tokens -= live.waiting
-                        live.waiting = 0
+                    self._let_go(live)
                     if output.finish is not None:
                         self._live.pop(live.number, None)
             if news:
-                self._writer.write(wire.pack(wire.Outputs(news)))
-                await self._writer.drain()
+                self.writer.write(wire.pack(wire.Outputs(news)))
+                await self.writer.drain()
 
 
 class _Live:
@@ -304,15 +328,16 @@ class _Live:
 
     Attributes:
         waiting: tokens of its prompt, until it has said anything.
+        masked: whether its grammar is being made.
     """
 
-    __slots__ = ("_changed", "_event", "abort", "aborted", "number", "take", "waiting")
+    __slots__ = ("_changed", "_event", "abort", "aborted", "masked", "number", "take", "waiting")
 
     def __init__(self, number: int, changed: list[_Live], event: asyncio.Event):
         self.number, self._changed, self._event = number, changed, event
         self.take: Callable[[], list[Output]] = list
         self.abort: Callable[[], object] | None = None
-        self.aborted = False
+        self.aborted = self.masked = False
         self.waiting = 0
 
     def set(self) -> None:
@@ -358,7 +383,6 @@ def status(engine: Engine) -> dict[str, Any]:
         "stored": 0,
         "lookup_tokens": 0,
         "hit_tokens": {},
-        "moved": {},
     }
     for manager in engine.managers:
         stats = manager.stats()

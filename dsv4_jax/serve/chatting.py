@@ -13,7 +13,7 @@ from ..errors import CacheError
 from ..text import Tokenizer
 from .completions import SILENCE, event, finite, joined, usage
 from .config import Config
-from .generation import Generation, Piece
+from .generation import Answers, Generation, Piece
 from .problems import ApiError, invalid
 from .replies import aside
 from .requests import Body, Wanted
@@ -115,7 +115,7 @@ async def chat_completions(front: Any, request: Request) -> Any:
         raise invalid("top_logprobs", "top_logprobs wants logprobs to be true")
     generation = begin(front, conversation, wanted, body.get("reasoning_effort"))
     form = ChatForm(chats, conversation, wanted, generation, front.head("chatcmpl"))
-    return await front.answer(request, generation, wanted, form)
+    return Answers(generation, wanted.stream, form)
 
 
 def chats_of(front: Any) -> Chats:

@@ -62,7 +62,7 @@ class Decoded:
 
 def usage(generation: Generation, reasoning: int | None = None) -> dict[str, Any]:
     """Tokens of prompts and answers, as OpenAI counts them, and the vendor's own counts of cached ones."""
-    prompt, cached = sum(map(len, generation.prompts)), generation.cached
+    prompt, cached = sum(generation.prompt_tokens), generation.cached
     drawn = sum(sample.drawn for sample in generation.samples)
     said: dict[str, Any] = {
         "prompt_tokens": prompt,
@@ -161,7 +161,7 @@ class Completions:
     async def whole(self) -> dict[str, Any]:
         """The answers at once."""
         choices: list[dict[str, Any]] = []
-        each = len(self._generation.samples) // len(self._generation.prompts)
+        each = len(self._generation.samples) // len(self._generation.prompt_tokens)
         for index in range(len(self._generation.samples)):
             text = "" if self._echo is None else self._echo[index // each]
             choices.append({"index": index, "text": text, "finish_reason": None, "logprobs": None})

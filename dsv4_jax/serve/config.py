@@ -25,7 +25,8 @@ class Config:
         loopback: whether it is reached from this machine only, and so by a name of this machine.
         names: other names of it then.
         admin, page: whether there are routes of administration, and a page.
-        body_bytes, bodies_bytes, head_bytes: most bytes of a body, of all that are being read, and of headers.
+        body_bytes, head_bytes: most bytes of a body, and of headers. A body has a value for each 8 of these at most.
+        bodies_bytes: most bytes of all bodies that are being read or worked on, and 96 more for each of their values.
         head_s, body_s: seconds in which the head of a request has to be there, and its body.
         stall_s: seconds for which a client may leave what is written to it unread.
         connections: most at once.

@@ -17,7 +17,7 @@ from .backend import Backend, Sample
 from .problems import ApiError
 from .requests import Wanted
 
-__all__ = ["EventStream", "Generation", "Piece", "watched"]
+__all__ = ["Answers", "EventStream", "Generation", "Piece", "watched"]
 
 SILENCE = 15.0  # seconds after which a stream says that it is alive
 _COMMENT = b": still here\n\n"
@@ -50,6 +50,11 @@ class Generation:
         grammar: plain data; None: none.
         reuse: as of `Prompt`.
         score: as of `Prompt`.
+
+    Attributes:
+        prompt_tokens: of each prompt.
+
+    Raises: `ApiError`: nobody is there, or so much can never wait, or not now; then none of it is asked for.
     """
 
     def __init__(
@@ -63,31 +68,40 @@ class Generation:
         reuse: str = "output",
         score: bool = False,
     ):
-        self.prompts = prompts
+        self.prompt_tokens = [len(prompt) for prompt in prompts]
         self._event = asyncio.Event()
         mask = wanted.mask
         if grammar is not None:
             mask = (mask or {}) | {"grammar": grammar}
+        samplings = [{}] if score else wanted.samples()
+        asked, most = len(samplings) * sum(self.prompt_tokens), backend.queue_tokens
+        if len(prompts) * len(samplings) > 1 and asked > most:
+            said = f"{asked} tokens of prompts, each counted once an answer, are more than the {most} that may wait"
+            raise ApiError(400, said, param="n", code="too_many_tokens")
         rows = [np.asarray(prompt, "<i4").tobytes() for prompt in prompts]
         self.samples: list[Sample] = []
-        for row, most in zip(rows, max_tokens, strict=True):
-            for sampling in [{}] if score else wanted.samples():
-                self.samples.append(
-                    backend.ask(
-                        self._event,
-                        tokens=row,
-                        max_new_tokens=most,
-                        sampling=sampling,
-                        stop_tokens=wanted.stop_tokens,
-                        tenant=wanted.tenant,
-                        salt=wanted.salt,
-                        priority=wanted.priority,
-                        logprobs=wanted.logprobs,
-                        mask=mask,
-                        reuse=reuse,
-                        score=score,
+        try:
+            for row, limit in zip(rows, max_tokens, strict=True):
+                for sampling in samplings:
+                    self.samples.append(
+                        backend.ask(
+                            self._event,
+                            tokens=row,
+                            max_new_tokens=limit,
+                            sampling=sampling,
+                            stop_tokens=wanted.stop_tokens,
+                            tenant=wanted.tenant,
+                            salt=wanted.salt,
+                            priority=wanted.priority,
+                            logprobs=wanted.logprobs,
+                            mask=mask,
+                            reuse=reuse,
+                            score=score,
+                        )
                     )
-                )
+        except ApiError:
+            self.abort()
+            raise
         self._ended = [False] * len(self.samples)
 
     async def begin(self) -> None:
@@ -145,8 +159,22 @@ class Generation:
     @property
     def cached(self) -> int:
         """Tokens of the prompts that were found in the cache: of each, by its first answer."""
-        each = len(self.samples) // len(self.prompts)
+        each = len(self.samples) // len(self.prompt_tokens)
         return sum(sample.cached for sample in self.samples[::each])
+
+
+class Answers(NamedTuple):
+    """What a route has asked the engine for, and how it is written: all that is kept of the request.
+
+    Attributes:
+        form: has `events`, of a stream, and `whole`.
+        problem: the event that tells of an error in a stream; None: OpenAI's.
+    """
+
+    generation: Generation
+    stream: bool
+    form: Any
+    problem: Callable[[ApiError], bytes] | None = None
 
 
 async def watched(receive: Callable[[], Awaitable[Any]], work: Awaitable[Any], gone: Callable[[], object]) -> Any:

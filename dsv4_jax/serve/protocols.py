@@ -16,7 +16,7 @@ from ..chat.encoding import check_texts
 from ..errors import RequestError
 from .chatting import Chats, begin, chats_of
 from .completions import finite
-from .generation import SILENCE, Generation, Piece
+from .generation import SILENCE, Answers, Generation, Piece
 from .problems import ApiError, invalid
 from .replies import as_json, aside
 from .requests import Body
@@ -184,7 +184,7 @@ async def _answer(kind: _Kind, front: Any, request: Request) -> Any:
     generation = begin(front, asked.conversation, wanted, asked.request.conversation.reasoning_effort)
     head = {"id": kind.prefix + secrets.token_hex(12), "model": front.config.models[0]}
     form = _Form(kind, chats, asked, generation, head)
-    return await front.answer(request, generation, wanted, form, kind.problem)
+    return Answers(generation, wanted.stream, form, kind.problem)
 
 
 class _Form:

@@ -137,14 +137,16 @@ class Server:
         Args:
             vocab_size, context, top, queued, weights_id: of the engine.
             grammar: makes masks of grammars' plain data.
-            queue_tokens, update: as of `Bridge`.
+            queue_tokens: tokens of prompts that may wait for their first token, over all frontends.
+            update: as of `Bridge`.
         """
         if self._bridge is not None:
             raise EngineError("it serves an engine already")
         admin = [name for name in ORDERS if name != "update_weights" or update is not None]
-        hello = Hello(vocab_size, context, top, queued, weights_id, admin if self._config.admin else [])
+        orders = admin if self._config.admin else []
+        hello = Hello(vocab_size, context, top, queued, weights_id, queue_tokens, orders)
         masks = Masks(vocab_size, grammar)
-        self._bridge = Bridge(engine, self.path, hello, masks=masks, queue_tokens=queue_tokens, update=update)
+        self._bridge = Bridge(engine, self.path, hello, masks=masks, update=update)
 
     def close(self, timeout: float | None = None) -> None:
         """Ends the frontends, once their answers have ended or `drain_s` is over; then what they had asked for."""

@@ -70,6 +70,7 @@ class Hello(msgspec.Struct, array_like=True, tag="hello"):
         top: likeliest tokens that an answer may come with.
         queued: requests that may wait.
         weights_id: names the weights.
+        queue_tokens: tokens of prompts that may wait.
         admin: names of the orders that it takes.
     """
 
@@ -78,6 +79,7 @@ class Hello(msgspec.Struct, array_like=True, tag="hello"):
     top: int
     queued: int
     weights_id: str
+    queue_tokens: int
     admin: list[str] = []
 
 

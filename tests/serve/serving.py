@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import http.client
 import json
+import os
 import pathlib
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +29,11 @@ def wait_for(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
         assert time.monotonic() < until, "it never came true"
         time.sleep(0.01)
     return found
+
+
+def memory_of(pid: int) -> int:
+    """Resident bytes."""
+    return int(pathlib.Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class Speaker(ShadowExecutor):

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import pathlib
 import random
 import time
 from typing import Any
 
 import pytest
 
-from .serving import Stand, wait_for
+from .serving import Stand, memory_of, wait_for
 from .test_clients import SCHEMA, TOOLS
 
 ROUTES = (
@@ -180,11 +179,6 @@ def checked(status: int, body: bytes, path: str) -> None:
 
 def files_of(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
-
-
-def memory_of(pid: int) -> int:
-    """Resident bytes."""
-    return int(pathlib.Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(6000, marks=pytest.mark.slow)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -19,8 +20,10 @@ import pytest
 
 from dsv4_jax.engine import Handle, Limits
 from dsv4_jax.errors import CheckpointError
+from dsv4_jax.serve import backend, masks, wire
+from dsv4_jax.serve.problems import ApiError
 
-from .serving import Stand, wait_for
+from .serving import Stand, memory_of, wait_for
 
 LONG = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 1500, "seed": 1, "ignore_eos": True}
 
@@ -72,6 +75,115 @@ def test_full_queues_say_so_at_once(tmp_path):
             connection.close()
         stand.idle()
         assert stand.post("/v1/completions", LONG | {"max_tokens": 2})[0] == 200
+
+
+def test_of_a_request_that_is_answered_nothing_is_kept(tmp_path):
+    """Fields that nobody knows, and many values in few bytes, take many times as much memory as they have bytes."""
+    with Stand(tmp_path, slots=8, on_get=slow) as stand:
+        (pid,) = stand.server.pids
+        junk = [{"a": 1}] * 200_000
+        before, held = memory_of(pid), list[socket.socket]()
+        for number in range(1, 9):
+            held.append(opened(stand, "/v1/completions", LONG | {"junk": junk}, read=0))
+            wait_for(lambda number=number: stand.engine.stats().live == number)
+        assert memory_of(pid) - before < 160 << 20
+        for connection in held:
+            connection.close()
+        stand.idle()
+        status, said = stand.post("/v1/completions", b'{"model": "tiny", "junk": [' + b"[]," * (1 << 20) + b"1]}")
+        assert (status, said["error"]["code"]) == (413, "body_too_large")
+
+
+def test_all_that_is_worked_on_is_bounded(tmp_path):
+    """A body counts with what is made of it, until its request has been asked of the engine."""
+    with Stand(tmp_path, bodies_bytes=1 << 20) as stand:
+        body = {"model": "tiny", "prompt": [5] * 1500, "max_tokens": 1}
+        large = json.dumps(body).encode()
+        with socket.create_connection(("127.0.0.1", stand.port), timeout=60) as half:
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {1 << 20}\r\n\r\n"
+            half.sendall(head.encode() + b" " * (900 << 10))
+            wait_for(lambda: stand.post("/v1/completions", large)[0] == 503)
+            assert stand.post("/v1/completions", LONG | {"max_tokens": 1})[0] == 200
+        wait_for(lambda: stand.post("/v1/completions", large)[0] == 200)
+
+
+def test_more_tokens_than_may_ever_wait_are_refused_before_they_are_sent(tmp_path):
+    with Stand(tmp_path, queue_tokens=1000) as stand:
+        body = {"model": "tiny", "prompt": [5] * 100, "max_tokens": 1, "n": 11}
+        status, said = stand.post("/v1/completions", body)
+        assert (status, said["error"]["param"], said["error"]["code"]) == (400, "n", "too_many_tokens")
+        assert stand.post("/v1/completions", body | {"n": 10})[0] == 200
+        assert stand.post("/v1/completions", body | {"n": 1, "prompt": [5] * 1500})[0] == 200, "one alone may"
+        stand.idle()
+
+
+def test_what_the_engine_has_not_taken_yet_is_bounded(tmp_path):
+    """The engine's end stands still."""
+
+    async def ask_for_ever() -> int:
+        ends = list[asyncio.StreamWriter]()
+
+        def connected(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            ends.append(writer)
+            writer.write(wire.pack(hello))
+
+        server = await asyncio.start_unix_server(connected, tmp_path / "socket")
+        asked = backend.Backend(str(tmp_path / "socket"))
+        running, row = asyncio.create_task(asked.run()), bytes(1 << 20)
+        while not asked.there:
+            await asyncio.sleep(0.01)
+        ends.append(asked._writer)
+        with pytest.raises(ApiError, match="too much") as caught:
+            while True:
+                asked.ask(asyncio.Event(), tokens=row, max_new_tokens=1)
+        assert caught.value.status == 503 and caught.value.retry_after
+        most = ends[-1].transport.get_write_buffer_size()
+        running.cancel()
+        server.close()
+        for writer in ends:
+            writer.transport.abort()
+        await asyncio.gather(running, return_exceptions=True)
+        await asyncio.sleep(0)  # in which they are closed
+        return most
+
+    hello = wire.Hello(272, 2048, 20, 4, "first", 1 << 22)
+    assert asyncio.run(ask_for_ever()) <= backend.MAX_UNSENT + (2 << 20)
+
+
+@pytest.mark.parametrize("goes", [False, True])
+def test_grammars_that_take_long_hold_up_nothing_else(tmp_path, monkeypatch, goes):
+    """What waits for them counts as waiting, and ends with its client."""
+    may = threading.Event()
+
+    def grammar(asked):
+        may.wait()
+        return lambda out, row: row.fill(0xFFFFFFFF)
+
+    monkeypatch.setattr(masks, "grammars_of", lambda *_: grammar)
+    told = {"model": "tiny", "messages": [{"role": "user", "content": "json " * 20}], "max_tokens": 2, "n": 50}
+    told |= {"response_format": {"type": "json_object"}}
+    with Stand(tmp_path, queue_tokens=20_000) as stand, contextlib.ExitStack() as held:
+        connection = held.enter_context(opened(stand, "/v1/chat/completions", told, read=0))
+        bridge = stand.server._bridge
+        assert bridge is not None
+        wait_for(lambda: bridge.waiting_masks == 50)
+        assert bridge.waiting_tokens >= 5000 and stand.get("/health")[0] == 200
+        assert stand.post("/v1/completions", LONG | {"prompt": [5] * 1900, "n": 6, "max_tokens": 1})[0] == 429
+        assert stand.post("/v1/completions", LONG | {"max_tokens": 1})[0] == 200
+        if goes:
+            connection.close()
+            wait_for(lambda: all(live.aborted for live in lives_of(bridge)))
+        may.set()
+        if not goes:
+            assert b" 200 " in connection.recv(100)
+            connection.close()
+        stand.idle()
+        assert bridge.waiting_masks == 0
+
+
+def lives_of(bridge) -> list:
+    """What waits for a grammar, of all frontends."""
+    return [live for session in bridge._sessions for live in session._live.values() if live.masked]
 
 
 def test_who_waits_costs_nothing_a_turn(tmp_path, monkeypatch):

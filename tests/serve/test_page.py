@@ -52,6 +52,17 @@ def test_second_turn_hits_the_blocks_of_the_first(tmp_path, stand):
         wait_for(lambda: not stand.engine.stats().live)
         browser.call("Input.dispatchKeyEvent", type="keyDown", key="n", modifiers=1, windowsVirtualKeyCode=78)
         assert browser.value("document.querySelectorAll('.turn').length") == 0
+        # Another one that begins while an answer comes has nothing of that.
+        browser.type("Once upon a time")
+        browser.press(*ENTER)
+        browser.wait("document.querySelector('.turn.assistant .body')?.textContent")
+        browser.call("Input.dispatchKeyEvent", type="keyDown", key="n", modifiers=1, windowsVirtualKeyCode=78)
+        browser.wait("!document.getElementById('send').hidden")
+        browser.value("document.getElementById('most').value = 5")
+        browser.type("Hi")
+        browser.press(*ENTER)
+        turns(browser, 1)
+        assert browser.value("document.querySelectorAll('.turn').length") == 2
         browser.resize(390, 844)
         assert browser.value("document.documentElement.scrollWidth") <= 390, "nothing stands out on a narrow window"
         assert browser.problems == []

@@ -17,20 +17,20 @@ from dsv4_jax.manager import KVCacheManager
 from dsv4_jax.model import Sampling
 
 from ..model.feeding import HCA
-from .serving import VOCAB, Stand
+from .serving import END, VOCAB, Stand
 
 CFG = DSV4Config.tiny(layer_types=(HCA,), vocab_size=VOCAB)
 LAYOUT = CacheLayout(CFG, "f32", "f32", block_tokens=16)
 SIZE, MOST, SEED = CacheSize(600, 4, 90, num_snapshots=40), 12, 11
+TOOLS = [{"type": "function", "function": {"name": "weather"}}]
 WORDS = ("cache", "block", "token", "hit", "\u4e16\u754c", "What", "is", "a")
 
 
-@pytest.mark.parametrize("count", [3, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [3, pytest.param(200, marks=pytest.mark.slow)])
 def test_conversations_are_those_of_the_model_alone(tmp_path, count):
-    """Of two turns, the second after the answer to the first; others are left, or have tools, meanwhile."""
+    """Of two turns, the second after the answer to the first, a third of them with tools; others are left meanwhile."""
     params = model.init_params(CFG, seed=1)
     engine = Engine.of(params, LAYOUT, SIZE, chunk_tokens=64, weights_id="tiny")
-    asked: list[tuple[list[int], list[int], str]] = []
     lock, cached = threading.Lock(), list[int]()
 
     with Stand(tmp_path, engine=engine) as stand:
@@ -43,16 +43,19 @@ def test_conversations_are_those_of_the_model_alone(tmp_path, count):
             return said
 
         def converse(number: int) -> dict[int, Any]:
-            chance, found, turns = random.Random(number % 3), dict[int, Any](), list[Any]()
+            """All that the answers were asked by, and the answers."""
+            chance, found = random.Random(number), dict[int, Any]()
+            tools = {"tools": TOOLS} if number % 3 == 2 else {}
+            turns: list[Any] = [{"role": "system", "content": f"{WORDS[number % 2]} " * 5}]  # many begin alike
             for turn in range(2):
                 index = 2 * number + turn
                 content = " ".join(chance.choice(WORDS) for _ in range(chance.randrange(1, 20)))
                 turns.append({"role": "user", "content": content})
-                prompt = stand.post("/tokenize", {"messages": turns})[1]["tokens"]
-                said = say(turns, index)
+                prompt = stand.post("/tokenize", {"messages": turns} | tools)[1]["tokens"]
+                said = say(turns, index, **tools)
                 (choice,) = said["choices"]
+                found[index] = prompt, choice["token_ids"], [*turns], tools, choice["message"]["content"]
                 turns.append(choice["message"])
-                found[index] = prompt, choice["token_ids"], choice["message"]["content"]
                 with lock:
                     cached.append(said["usage"]["prompt_cache_hit_tokens"])
             return found
@@ -60,7 +63,7 @@ def test_conversations_are_those_of_the_model_alone(tmp_path, count):
         def disturb(number: int) -> None:
             prompt = Prompt(tokens=[number % VOCAB] * 40, max_new_tokens=50)
             handle = engine.add(prompt)
-            say([{"role": "user", "content": "Hi"}], 7, tools=[{"type": "function", "function": {"name": "weather"}}])
+            say([{"role": "user", "content": "Hi"}], 7, tools=TOOLS)
             handle.abort()
 
         with ThreadPoolExecutor(6) as pool:
@@ -78,9 +81,11 @@ def test_conversations_are_those_of_the_model_alone(tmp_path, count):
     options = dict(max_new_tokens=MOST, chunk_tokens=64, sampling=Sampling(temperature=0.9), seed=SEED)
     alone, _ = model.generate(params, init_cache(LAYOUT, SIZE), manager, [prompt for prompt, *_ in asked], **options)
     chat = Chat.load(tmp_path)
-    for (_, ids, text), drawn in zip(asked, alone, strict=True):
+    for (prompt, ids, turns, tools, text), drawn in zip(asked, alone, strict=True):
         assert ids == drawn
-        parser = chat.parser(chat.prompt([{"role": "user", "content": ""}], thinking=False))
-        parser.feed(ids)
+        put = chat.prompt(turns, thinking=False, **tools)
+        assert put.ids == prompt
+        parser = chat.parser(put)
+        parser.feed([token for token in ids if token != END])
         parser.end("length")
         assert text == parser.content

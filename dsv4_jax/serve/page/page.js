@@ -74,7 +74,8 @@ function busy(on) {
 }
 
 async function ask(text) {
-  messages.push({ role: "user", content: text });
+  const turns = messages;  // a new chat has others
+  turns.push({ role: "user", content: text });
   put(add("user"), "body", text);
   const turn = add("assistant"), began = performance.now();
   let first = 0, usage = null, said = { role: "assistant", content: "" }, why = "";
@@ -82,7 +83,7 @@ async function ask(text) {
   busy(true);
   try {
     const body = {
-      model, messages, stream: true, stream_options: { include_usage: true },
+      model, messages: turns, stream: true, stream_options: { include_usage: true },
       temperature: Number($("temperature").value), max_completion_tokens: Number($("most").value) || undefined,
       thinking: { type: $("thinking").checked ? "enabled" : "disabled" },
     };
@@ -103,11 +104,11 @@ async function ask(text) {
       if (thoughts) { put(turn, "thoughts", thoughts); said.reasoning_content = (said.reasoning_content ?? "") + thoughts; }
       if (content) { put(turn, "body", content); said.content += content; }
     }
-    messages.push(said);
+    turns.push(said);
     if (why === "length") note(turn, "Cut: it has as many tokens as were asked for.");
   } catch (error) {
-    if (error.name === "AbortError") { messages.push(said); note(turn, "stopped"); }
-    else { messages.pop(); note(turn, error.message, true); if (/API key/.test(error.message)) { $("key-box").open = true; $("key").focus(); } }
+    if (error.name === "AbortError") { turns.push(said); note(turn, "stopped"); }
+    else { turns.pop(); note(turn, error.message, true); if (/API key/.test(error.message)) { $("key-box").open = true; $("key").focus(); } }
   }
   under = null;
   busy(false);
