@@ -73,7 +73,7 @@ def drafted(params, cache, plan, token, width=5):
 
     wanted = jnp.where(plan.seq_slot > 0, 2, 0)
     drafts, _ = dspark.guesses(params, cache, plan, token, wanted, width, draw)
-    _, residual = dspark.block_logits(params, cache, plan, token, wanted, width)
+    _, residual, _ = dspark.block_logits(params, cache, plan, token, wanted, width)
     before = jnp.concatenate([token[:, None], drafts[:, :-1]], 1).reshape(-1)
     last = params["mtp"][2]
     sure = dspark.confidence(last, residual, last["markov"]["w1"][before], cache.layout.cfg)
@@ -170,10 +170,10 @@ def params() -> model.Params:
     return model.init_params(ONE, seed=1, drafts=True)
 
 
-def generate(params, drafts=0, **options):
+def generate(params, drafts=0, *, layout=OF_ONE, **options):
     """(What `model.generate` gives, how many tokens came at once.) Afterwards nothing may be held."""
-    manager = KVCacheManager(OF_ONE, SIZE, policy=CachePolicy(snapshots=SnapshotPlacement(every=1)))
-    cache, sizes = init_cache(OF_ONE, SIZE), []
+    manager = KVCacheManager(layout, SIZE, policy=CachePolicy(snapshots=SnapshotPlacement(every=1)))
+    cache, sizes = init_cache(layout, SIZE), []
     options = dict(max_new_tokens=NEW, chunk_tokens=16, drafts=drafts) | options
     options["on_step"] = lambda brought: sizes.extend(len(tokens) for tokens in brought.tokens.values() if tokens)
     drawn, cache = model.generate(params, cache, manager, PROMPTS, **options)
@@ -207,6 +207,23 @@ def test_output_is_that_without_drafts_at_other_widths(params, drafts) -> None:
     for strength in (0.0, 0.02):
         given = leaning(params, strength)
         assert generate(given, drafts)[0] == generate(given)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafts", [6, 7, 8])
+def test_output_is_that_without_drafts_of_a_head_with_longer_blocks(drafts) -> None:
+    """Eight rows of a block, of which a step verifies as many as it is asked for, greedy and sampled."""
+    cfg = dataclasses.replace(ONE, dspark=DSparkHead(8, 31, (0,), 32))
+    layout = CacheLayout(cfg, "f32", "f32", block_tokens=8, draft_tokens=drafts, include_drafts=True)
+    params = model.init_params(cfg, seed=1, drafts=True)
+    for strength, most in ((0.0, 1 + drafts), (0.02, 1 + drafts)):
+        given = leaning(params, strength)
+        for sampling in (Sampling(), Sampling(0.6, top_k=30)):
+            expected, _ = generate(given, layout=layout, sampling=sampling, seed=11)
+            drawn, sizes = generate(given, drafts, layout=layout, sampling=sampling, seed=11)
+            assert drawn == expected and 1 < max(sizes) <= most
+            if not strength and sampling.greedy:
+                assert max(sizes) == most
 
 
 @functools.partial(jax.jit, static_argnames=("least",))
