@@ -178,7 +178,7 @@ def _judged_op(row: Mapping[str, Any], copy: float | None) -> dict[str, Any]:
     return dict(row) | {name: value for name, value in found.items() if value is not None}
 
 
-def _judged(row: Mapping[str, Any], limits: tuple[float, float] | None, what: str) -> dict[str, Any]:
+def _judged(row: Mapping[str, Any], limits: tuple[float, float | None] | None, what: str) -> dict[str, Any]:
     """Judges one number of a row: a time in ms, or `over_floor`."""
     if limits is None or row.get(what) is None:
         return dict(row)

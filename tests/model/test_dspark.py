@@ -331,6 +331,38 @@ def test_no_window_row_that_nobody_stored_is_a_key(params) -> None:
     assert np.abs(said[0] - said[1]).max() > 1e-2 < np.abs(said[1] - said[2]).max()
 
 
+def test_a_block_sees_its_window_alone_and_is_the_same_at_every_width(params) -> None:
+    """What lies in the rings beside it, of refused drafts or of before, shows nowhere; fewer drafts are the first."""
+    manager, cache = KVCacheManager(OF_ONE, SIZE), init_cache(OF_ONE, SIZE)
+    request, shape = manager.admit_request(TEXT[:12]), manager.pinned_shape(2, 12, history=True)
+    plan = manager.plan_step([(request, 12)], shape=shape)
+    _, _, cache = step(params, cache, plan.pack(), manager.plan_tokens(plan), np.zeros(plan.num_seqs, np.int32))
+    request.tokens += [TEXT[12], 0]
+    plan = manager.plan_step([(request, 2)], shape=shape)
+    at = int(np.flatnonzero(plan.seq_slot == request.slot)[0])
+    anchor = np.zeros(plan.num_seqs, np.int32)
+    anchor[at] = TEXT[12]
+    (leaf,) = (leaf for leaf in OF_ONE.leaves if leaf.pool == "draft")
+    rows = np.array(cache.arrays[leaf.name]).reshape(3, -1, leaf.rows, leaf.width)
+    window = ONE.sliding_window
+    assert leaf.rows > window and window < 12
+    seen = {position % leaf.rows for position in range(12 - window, 12)}
+    others = [row for row in range(leaf.rows) if row not in seen]
+    said = {}
+    for width in (5, 3, 1):
+        for poison in (None, 0xFFFFFFFF, 0x7F7FFFFF):  # NaN, and the largest number
+            spoilt = rows.copy()
+            if poison is not None:
+                spoilt[:, request.slot, others] = np.array(poison, np.uint32).astype(spoilt.dtype)
+                spoilt[:, 0] = spoilt[:, request.slot]
+            arrays = {**cache.arrays, leaf.name: jnp.asarray(spoilt.reshape(-1, leaf.width))}
+            found = drafted(params, dataclasses.replace(cache, arrays=arrays), plan, anchor, width)
+            said[width, poison] = [np.asarray(x)[at] for x in found]
+    for (width, poison), found in said.items():
+        for ours, whole in zip(found, said[5, None], strict=True):
+            np.testing.assert_array_equal(ours, whole[:width], err_msg=f"{width} {poison}")
+
+
 def test_a_block_that_is_unsure_is_verified_in_part(params) -> None:
     """By what is known before each draft: fewer are kept, and the tokens are those of all."""
     given = leaning(params, 0.02)
@@ -356,14 +388,18 @@ def test_an_engine_keeps_no_draft_that_is_unsure(params) -> None:
 
 
 @pytest.mark.slow
-def test_steps_by_the_standard_rule_draw_from_the_target(params) -> None:
-    """The first two tokens of 20,480 requests, by whole steps: chi-square against the model without a cache."""
+@pytest.mark.parametrize("least", [0.0, 0.5])
+def test_steps_by_the_standard_rule_draw_from_the_target(params, least) -> None:
+    """The first two tokens of 20,480 requests, by whole steps: chi-square against the model without a cache.
+
+    Also if drafts end before one of which the head is unsure.
+    """
     given, batch, calls = leaning(params, 0.3), 64, 320
     layout, size = OF_ONE, CacheSize(batch, batch, 1)
     manager, cache = KVCacheManager(layout, size), init_cache(layout, size)
     requests = [manager.admit_request(TEXT[:5]) for _ in range(batch)]
     plan = manager.plan_step([(request, 5) for request in requests[:batch]])
-    call = jax.jit(functools.partial(model.draft_step, width=2, acceptance="standard"))
+    call = jax.jit(functools.partial(model.draft_step, width=2, acceptance="standard", least_confidence=least))
     sampling = Sampling(0.8, top_k=4)
     rows = SamplingRows.of([dataclasses.replace(sampling, seed=0)] * plan.num_seqs)
     tokens, none = manager.plan_tokens(plan), np.zeros(plan.num_seqs, np.int32)
