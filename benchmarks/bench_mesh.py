@@ -1,12 +1,13 @@
 """A whole model over two GPUs or more: timed at full size, and equal to one, bit by bit. Needs that many devices.
 
-    python benchmarks/bench_mesh.py --json mesh.json [--devices 2] [--stages tensor,more,data] [--limit 250]
+    python benchmarks/bench_mesh.py --json mesh.json [--devices 2] [--stages tensor,dspark,more,data] [--limit 250]
 
 `tensor`, `more`, `data`: all layers, as `bench model` times them: heads and experts split, one request, plain and with
 one to three drafts in loops of eight steps; the same in a loop, eight requests, single steps with a draft; experts
-split. Weights are drawn once for each split. `equal`: first layers, decode and wide steps, both splits: logits and
-cache bytes against one device. The file is written after every measurement; when so many seconds have gone by, nothing
-more is begun. With `--brief` the steps' times alone are taken: no floors, no kernels.
+split. `dspark`: loops with five and three drafts of DSpark's stages, then with one of the MTP layer, whose weights are
+drawn anew. Weights are drawn once for each split and draft head. `equal`: first layers, decode and wide steps, both
+splits: logits and cache bytes against one device. The file is written after every measurement; when so many seconds
+have gone by, nothing more is begun. With `--brief` the steps' times alone are taken: no floors, no kernels.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def draw(options: StepOptions, recorder: Recorder, mtp: bool = False) -> Any:
     cfg, start, before = model_config(options), time.perf_counter(), held()
     params = init_params(cfg, 0, "released", packed=True, drafts=mtp, mesh=mesh_of(options))
     jax.block_until_ready(params)
-    name = f"{cfg.num_layers} layers{' and MTP' if mtp else ''} over {options.devices} devices, tensor {options.tensor}"
+    head = "MTP" if cfg.dspark is None else "DSpark"
+    name = f"{cfg.num_layers} layers{f' and {head}' * mtp} over {options.devices} devices, tensor {options.tensor}"
     recorder.fact("mesh", f"weights drawn, {name}", time.perf_counter() - start, "s")
     recorder.fact(
         "mesh", f"predicted for a device, {name}", device_bytes(cfg, split=options.split, drafts=mtp), "bytes"
@@ -214,16 +216,20 @@ def main() -> None:
     few = change(low, brief=True)
     cases = {
         "tensor": [low, *(change(few, loop=8, drafts=drafts) for drafts in (1, 3, 2))],
+        "dspark": [
+            *(change(few, loop=8, drafts=drafts, draft_head="dspark") for drafts in (5, 3)),
+            change(few, loop=8, drafts=1),
+        ],
         "more": [change(few, loop=8), change(few, batch=8), change(few, drafts=1)],
         "data": [change(high, batch=256), long, change(long, exchange=False, brief=True)],
     }
     params: dict[Any, Any] = {}
 
     def one(options: StepOptions, mtp: bool) -> None:
-        if (options.split, mtp) not in params:
+        if (key := (options.split, options.draft_head, mtp)) not in params:
             params.clear()
-            params[options.split, mtp] = draw(options, recorder, mtp)
-        report = measure_model(options, params[options.split, mtp], top)
+            params[key] = draw(options, recorder, mtp)
+        report = measure_model(options, params[key], top)
         if not (options.brief or options.drafts):
             report["exchange_us"] = exchange_times(options)
             report["exchange_ms"] = report["layers"] * sum(report["exchange_us"].values()) / 1e3
@@ -246,7 +252,8 @@ def main() -> None:
         for case in cases.get(stage, ()):
             options = change(case, context=256, batch=min(case.batch, 4)) if tiny else case
             mtp = options.tensor > 1
-            what = f"{options.batch} requests of {options.context}, loop {options.loop}, {options.drafts} drafts"
+            what = f"{options.batch} requests of {options.context}, loop {options.loop}, "
+            what += f"{options.drafts} drafts by {options.draft_head}"
             attempt(f"{stage}: {what}, ours {options.exchange}", lambda o=options, mtp=mtp: one(o, mtp))
 
 

@@ -165,6 +165,7 @@ def main() -> None:
     parser.add_argument("--tensor", type=int, default=1, help="devices with the same requests")
     parser.add_argument("--whole", action="store_true", help="the whole model, weights as released")
     parser.add_argument("--drafts", type=int, default=0, help="with --whole")
+    parser.add_argument("--draft-head", choices=("mtp", "dspark"), default="mtp", help="what makes them")
     parser.add_argument("--loop", type=int, default=1, help="steps of a call with drafts")
     parser.add_argument("--xla", action="append", default=[], metavar="OPTION=VALUE", help="compiler option")
     parser.add_argument("--json", action="store_true")
@@ -182,6 +183,7 @@ def main() -> None:
             devices=args.devices,
             tensor=args.tensor,
             drafts=args.drafts,
+            draft_head=args.draft_head,
             loop=args.loop,
         ),
         args.whole,

@@ -77,19 +77,21 @@ TABLES: dict[str, Table] = {
     ),
     # Steps of whole layers with weights as released, of prefill with `chunk` tokens a request, as
     # `model.measure_model` reports them. `experts`: how many a layer reads, on average; `kinds`: layers of each kind of
-    # attention; `layer_ms`: of the step, head and all; `token_ms`: of a step with drafts over the tokens it gives if
-    # `model.ACCEPTED` of them are accepted.
+    # attention; `layer_ms`: of the step, head and all. Of a step with drafts, which `draft_head` makes (None: an MTP
+    # layer): `token_ms`: over the tokens that it is taken to give, `tokens_a_step`; `verify_ms`: of one that verifies
+    # as many and drafts none; `drafting_ms`: what is left; `draft_experts`: how many a stage of DSpark reads.
     "models": Table(
         _fields(
-            text="model implementation key_split exchange verdict problem",
+            text="model implementation key_split exchange draft_head verdict problem",
             number="layers batch context chunk devices tensor drafts loop compile_s weights_gb cache_gb temp_mb "
             "launches tokens_per_s experts token_ms exchange_ms required_ms goal_ms "
+            "tokens_a_step verify_ms drafting_ms drafting_floor_ms draft_experts "
             "step_ms layer_ms dispatch_us first_dispatch_us floor_ms layer_floor_ms over_floor moved_gb gb_per_s "
             "kernel_ms required_over_floor goal_over_floor",
             flag="cache_in_place",
             parts="kinds floor_us kernels xla exchange_us",
         ),
-        "model layers batch context chunk loop implementation key_split devices tensor drafts exchange",
+        "model layers batch context chunk loop implementation key_split devices tensor drafts draft_head exchange",
     ),
     # Prompts continued by `dsv4-jax generate`, as it reports them; `bench_step_ms`: the step as `models` times it.
     "generate": Table(
@@ -126,14 +128,15 @@ TABLES: dict[str, Table] = {
         ),
         "weights kv_format index_format key_split implementation context",
     ),
-    # Drafts of its MTP layer on the same text, as `acceptance.measure_acceptance` reports them.
+    # Drafts of its MTP layer (`head` None) or of DSpark's stages on the same text, as `acceptance.measure_acceptance`
+    # reports them; `rule`: what keeps a draft (None: "coupled").
     "acceptance": Table(
         _fields(
-            text="weights kv_format index_format implementation",
+            text="weights kv_format index_format implementation head rule",
             number="temperature draft drafts accepted accepted_half accepted_after_others accepted_after_others_half "
             "tokens_a_step places windows context requests seconds",
         ),
-        "weights temperature draft drafts kv_format index_format implementation context",
+        "weights head rule temperature draft drafts kv_format index_format implementation context",
     ),
     # Blocks between the device and pinned host memory: times, and shares of the copy ceiling.
     "swap": Table(

@@ -42,6 +42,7 @@ TIMERS = {
 }
 OURS = ("cuda", "pallas", "triton", "xla")
 # Fields of rows that say what was required when they were measured.
+ANYWHERE = ("simulate", "acceptance")  # tables of what no device changes
 TOLD = ("verdict", "peer_us", "required_us", "goal_us", "required_ms", "required_over_floor", "required_of_copy")
 VERDICTS = {"goal": "goal met", "required": "met", "missed": "missed"}
 
@@ -54,7 +55,7 @@ def pages(folder: pathlib.Path) -> dict[str, str]:
         OptionError: there are no records, or one is not valid.
     """
     entries = _entries(folder / "records")
-    rows = [entry.row for entry in entries if entry.record["device"] == DEVICE or entry.row["table"] == "simulate"]
+    rows = [entry.row for entry in entries if entry.record["device"] == DEVICE or entry.row["table"] in ANYWHERE]
     try:
         first = overview(rows)
         detail = [DETAIL, *filter(None, (_section(section, entries) for section in SECTIONS))]
@@ -124,6 +125,7 @@ def _section(section: Section, entries: list[Entry]) -> str:
         used += mine
     if not used:
         return ""
+    parts += [f"{section.picture}\n"] if section.picture else []
     sources = {e.file: e.record for e in used}
     lines = [
         f"* [{file}](records/{file}), commit {record['commit']}: `{record['command']}`{_ceilings(record)}"
@@ -270,10 +272,14 @@ MADE: dict[str, Callable[[dict[str, Any]], str]] = {
     "bounds": _bounds,
     "change": _interval("+.5f", "loss_change"),
     "devices": _devices,
+    "drafts": lambda row: (
+        f"{row['drafts']}{' by DSpark' * (row.get('draft_head') == 'dspark')}" if row.get("drafts") else ""
+    ),
     "floor": _floor,
     "kinds": _kinds,
     "kl": _interval(".2e", "kl"),
     "loss": _interval(".4f", "loss"),
+    "head": lambda row: {"dspark": "DSpark"}.get(row.get("head"), "MTP"),
     "host": lambda row: ", ".join(f"{name} {number(us)}" for name, us in (row.get("host_us") or {}).items()),
     "limits": lambda row: _joined(row, " / ", "required_over_floor", "goal_over_floor", "required_ms", "goal_ms"),
     "load": lambda row: _joined(row, " to ", "load_from", "load_to"),
@@ -290,9 +296,11 @@ COLUMNS: dict[str, str] = {
     "tokens/s = tokens_per_s | sum of kernels, ms = kernel_ms | temporaries, MB = temp_mb | host, us = dispatch_us | "
     "required / goal = @limits | verdict = @verdict",
     "models": "model = model | devices = @devices | layers = @kinds | requests = batch | context = context:tokens | "
-    "chunk = chunk | steps a call = loop | drafts = drafts:count | ms = step_ms | a token, ms = token_ms | "
+    "chunk = chunk | steps a call = loop | drafts = @drafts | ms = step_ms | a token, ms = token_ms | "
+    "verifying alone, ms = verify_ms | drafting, ms = drafting_ms | its floor, ms = drafting_floor_ms | "
     "exchanges alone, ms = exchange_ms | a layer = layer_ms | floor, ms = @floor | over the floor = over_floor:times | "
-    "GB = moved_gb | GB/s = gb_per_s | experts = experts | sum of kernels, ms = kernel_ms | launches = launches | "
+    "GB = moved_gb | GB/s = gb_per_s | experts = experts | "
+    "of a stage = draft_experts | sum of kernels, ms = kernel_ms | launches = launches | "
     "tokens/s = tokens_per_s | host, us = dispatch_us | required / goal = @limits | verdict = @verdict",
     "generate": "model = model | layers = layers | prompts = prompts | tokens of prompts = prompt_tokens | "
     "steps a call = decode_steps | prefill, tokens/s = prefill_tokens_per_s | decode, tokens/s = decode_tokens_per_s | "
@@ -303,7 +311,8 @@ COLUMNS: dict[str, str] = {
     "quality": "weights = weights | rows = kv_format | index keys = index_format | key split = key_split | "
     "kernels = implementation | tokens = tokens | context = context:tokens | loss = @loss | change = @change | "
     "KL = @kl | same token = @same token | same entries = @same entries",
-    "acceptance": "weights = weights | temperature = temperature | draft = draft | places = places | "
+    "acceptance": "weights = weights | by = @head | temperature = temperature | kept by the rule = rule | "
+    "draft = draft | places = places | "
     "accepted = @accepted | after others = @after | tokens a step = tokens_a_step",
     "swap": "blocks = blocks | ids = ids | direction = direction | kernel, us = kernel_us | "
     "kernel = kernel_of_copy:percent | a call, us = us | calls in a row = of_copy:percent | "

@@ -57,6 +57,7 @@ class Section(NamedTuple):
     table: str = ""
     subject: str = ""
     inline: bool = False  # facts as one sentence
+    picture: str = ""  # as Markdown, below its rows
 
 
 SECTIONS = (
@@ -180,11 +181,12 @@ SECTIONS = (
         "the first line of other weights: against float32 weights); the share of tokens whose likeliest successor is "
         "the same, and of picked entries that are. After ±: half an interval of 95 % over windows.",
         table="quality",
+        picture="![KL divergence by row and key format](../docs/pictures/quality.svg)",
     ),
     Section(
         "Drafts accepted on real text",
-        "By the MTP layer of the same model, at places of that text. *After others*: of the drafts whose predecessors "
-        "were accepted. Tokens a step: with so many drafts.",
+        "By the MTP layer of the same model, or DSpark's stages, at places of that text. *After others*: of the drafts "
+        "whose predecessors were accepted. Tokens a step: with so many drafts.",
         table="acceptance",
     ),
     Section(

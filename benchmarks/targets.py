@@ -116,8 +116,11 @@ _MESHES = {
     ("flash", 43, 2, 64, 128 * 1024): (32.0, 24.0),
     ("flash", 43, 2, 256, 8192): (42.0, 30.0),
 }
-# The same of steps with drafts, ms of a token that is emitted.
+# The same of steps with drafts, ms of a token that is emitted: by an MTP layer, and by DSpark of the number of drafts.
 _DRAFTS = {("flash", 43, 2, 1, 8192): (4.2, 2.7)}
+_DSPARK = {("flash", 43, 2, 1, 8192): {3: (2.6, None), 5: (2.6, 2.0)}}
+# ms that drafting by DSpark adds to a step of so many layers on one device, of (model, layers, batch).
+_DRAFTING = {("flash", 12, 1): (0.35, None)}
 
 
 def verdict(us: float | None, required: float | None, goal: float | None) -> str | None:
@@ -146,6 +149,10 @@ def judged(row: Mapping[str, Any], copy: float | None = None) -> dict[str, Any]:
             return _judged(row, _STEPS.get(shape), "over_floor")
         case "models":
             place: Any = tuple(row.get(name) for name in ("model", "layers", "devices", "batch", "context"))
+            if row.get("drafts") and row.get("draft_head") == "dspark":
+                if row.get("devices", 1) == 1:
+                    return _judged(row, _DRAFTING.get((row["model"], row["layers"], row["batch"])), "drafting_ms")
+                return _judged(row, _DSPARK.get(place, {}).get(row["drafts"]), "token_ms")
             if row.get("drafts"):
                 return _judged(row, _DRAFTS.get(place), "token_ms")
             if place in _MESHES:
@@ -171,7 +178,7 @@ def _judged_op(row: Mapping[str, Any], copy: float | None) -> dict[str, Any]:
     return dict(row) | {name: value for name, value in found.items() if value is not None}
 
 
-def _judged(row: Mapping[str, Any], limits: tuple[float, float] | None, what: str) -> dict[str, Any]:
+def _judged(row: Mapping[str, Any], limits: tuple[float, float | None] | None, what: str) -> dict[str, Any]:
     """Judges one number of a row: a time in ms, or `over_floor`."""
     if limits is None or row.get(what) is None:
         return dict(row)

@@ -33,6 +33,7 @@ __all__ = [
     "read_tokens",
     "read_wheel",
     "save_tokenizer",
+    "tokens_of",
     "write_tokens",
 ]
 
@@ -235,6 +236,12 @@ def write_tokens(tokens: np.ndarray, path: pathlib.Path) -> None:
 
     data = tokens.astype("<u2").view(np.uint8).reshape(-1, 2).T.tobytes()
     path.write_bytes(lzma.compress(data, preset=6))
+
+
+def tokens_of(folder: pathlib.Path, split: str) -> np.ndarray:
+    """Reads "train" or "held_out" of a folder, whichever form it has them in."""
+    packed = folder / f"{split}.xz"
+    return read_tokens(packed if packed.exists() else folder / f"{split}.npy")
 
 
 def read_tokens(path: pathlib.Path) -> np.ndarray:

@@ -508,7 +508,7 @@ def main(argv: list[str] | None = None) -> int:
             small_text.save_tokenizer(args.data, args.to)
         return 0
     text, held_out = (
-        _toy_text() if args.toy else (small_text.read_tokens(args.data / f"{n}.npy") for n in ("train", "held_out"))
+        _toy_text() if args.toy else (small_text.tokens_of(args.data, split) for split in ("train", "held_out"))
     )
     train(trainer, text, held_out, run, resume=args.resume, start=args.start, stop=args.stop, seconds=args.seconds)
     return 0

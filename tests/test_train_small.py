@@ -242,6 +242,7 @@ def test_text_is_taken_under_known_licences_only(example: ModuleType, tmp_path) 
     tokens = RNG.integers(0, 4096, 1000).astype(np.uint16)
     example.small_text.write_tokens(tokens, tmp_path / "text.xz")
     np.testing.assert_array_equal(example.small_text.read_tokens(tmp_path / "text.xz"), tokens)
+    np.testing.assert_array_equal(example.small_text.tokens_of(tmp_path, "text"), tokens)
 
 
 def test_the_loss_is_drawn(example: ModuleType) -> None:

@@ -1,8 +1,9 @@
-"""How many drafts of the MTP layer are accepted on real text, by their place.
+"""How many drafts of an MTP layer, or of DSpark's stages, are accepted on real text, by their place.
 
-At every place of the decoded part of a text's windows the MTP layer drafts, the backbone verifies, and the step after
-it is given the text's own next token, whatever was accepted: so all places are those of real text, and none are of what
-the model would have made of it. (Greedy text of a small model soon repeats itself, where every draft is accepted.)
+At every place of the decoded part of a text's windows the model's head drafts, the backbone verifies, and the step
+after it is given the text's own next token, whatever was accepted: so all places are those of real text, and none are
+of what the model would have made of it. (Greedy text of a small model soon repeats itself, where every draft is
+accepted.)
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ def measure_acceptance(
     drafts: int,
     temperature: float,
     *,
+    rule: str = "coupled",
     kv_format: str = "fp8",
     index_format: str = "fp4",
     implementation: Choice = None,
@@ -45,10 +47,10 @@ def measure_acceptance(
     """Yields a row of the table "acceptance" for every place of a draft.
 
     Args:
-        params: with the MTP layer.
+        params: with the layers that draft.
         drafts: of each step.
-        temperature: of drafts and of what verifies them, drawn with the same noise; 0: greedy. A window's number is its
-            seed.
+        temperature: of drafts and of what verifies them; 0: greedy. A window's number is its seed.
+        rule: what keeps a draft, the `acceptance` of `draft_step`; of no matter where all is greedy.
 
     Raises:
         CacheError: a layout, or drafts, that the model cannot have.
@@ -61,7 +63,8 @@ def measure_acceptance(
     # Those of drafts that are refused are set again in the next step.
     more = feeding.requests * (1 + drafts // layout.block_tokens)
     verify = dataclasses.replace(verify, table_entries=verify.table_entries + more)
-    step = jax.jit(partial(_step, width=drafts, implementation=implementation), donate_argnums=1)
+    how: Any = dict(width=drafts, acceptance=rule, implementation=implementation)
+    step = jax.jit(partial(_step, **how), donate_argnums=1)
     prompt = feeding.context - feeding.decoded
     kept = np.zeros((feeding.decoded, len(feeding.windows)), np.int64)
     begun = time.perf_counter()
@@ -100,6 +103,8 @@ def measure_acceptance(
             given = Mean.of(accepted / reached)
         mean, half = Mean.of(accepted / feeding.decoded)
         yield dict(
+            head="mtp" if cfg.dspark is None else "dspark",
+            rule=rule if temperature else None,
             temperature=temperature,
             draft=place,
             drafts=drafts,
@@ -128,10 +133,8 @@ def _step(
     sampling: jax.Array,
     *,
     width: int,
-    implementation: Choice,
+    **how: Any,
 ) -> tuple[jax.Array, KVCache]:
     """`draft_step`: how many tokens each sequence keeps, [B], and the cache."""
-    _, kept, cache = draft_step(
-        params, cache, plan, tokens, drafts, width, sampling=sampling, implementation=implementation
-    )
+    _, kept, cache = draft_step(params, cache, plan, tokens, drafts, width, sampling=sampling, **how)
     return kept, cache

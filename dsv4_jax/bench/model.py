@@ -3,8 +3,9 @@
 Random weights drawn on the device, random token ids, FP8 cache, FP4 index keys, every request at the same context. The
 step is compared with the sum of its floors: for every part the larger of bytes / copy rate and FLOPs / matmul rate.
 Of the experts only those count that the step's own tokens choose. On several devices floors are those of each of them,
-and what they send each other counts in none. A step with drafts runs the MTP layer one time more
-than it drafts, and has no floor. With `chunk` it is a step of prefill, of which each request's last token has logits.
+and what they send each other counts in none. A step with drafts is timed beside the step that verifies as many tokens
+and drafts none. By an MTP layer, which runs one time more than it drafts, it has no floor; by DSpark its stages' parts
+are floors of their own. With `chunk` it is a step of prefill, of which each request's last token has logits.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from ..cache import KVCache
 from ..config import DSV4Config
 from ..layout import CacheLayout, CacheSize
 from ..model.draft_steps import draft_loop, draft_step
-from ..model.forward import GPU_DECODE_OPTIONS, decode_step, layers, prefill
+from ..model.dspark import block_logits
+from ..model.forward import GPU_DECODE_OPTIONS, decode_step, forward, layers, prefill
+from ..model.weights.names import MTP
 from ..model.weights.params import RELEASED, Params, is_leaf, param_specs
 from ..model.weights.placement import device_bytes
 from ..model.weights.quantised import FP4, Quantised
@@ -38,15 +41,17 @@ from ..ops.exchange_buffers import open_exchanges
 from ..ops.registry import Choice
 from ..plan import PackedPlan
 from ..sharding import cache_sharding, shard_step
+from .shapes import DraftHead
 from .step import StepOptions, cache_and_plan, cache_floors, cache_shape, compile_step, random_cache
 from .timing import Ceilings, StepPart, against_floors, longest_kernels, timed
 
 __all__ = [
-    "ACCEPTED",
     "DEFAULT_LAYERS",
     "FEW_REQUESTS",
+    "TOKENS_A_STEP",
     "bytes_needed",
     "chosen_experts",
+    "draft_floors",
     "exchanges",
     "jitted_over",
     "launches",
@@ -61,13 +66,18 @@ __all__ = [
 DEFAULT_LAYERS = 12
 # Of up to so many requests a server would cut keys for latency (`CacheLayout(key_split="latency")`).
 FEW_REQUESTS = 16
-# Of drafts whose predecessors were: three of them a step then give 1.8 tokens, as a peer saw on real text (vLLM on two
-# GH200, MTP 3). Random weights accept none; what a step takes does not depend on it.
-ACCEPTED = 0.472
+# Tokens that a step with so many drafts is taken to give. Random weights accept none; what a step takes does not depend
+# on it. Of an MTP layer 47.2 % of drafts whose predecessors were accepted: three then give 1.8 tokens, as a peer saw on
+# real text (vLLM on two GH200). Of DSpark what is published of V4-Pro, coding, thinking on; of 1, 2 and 4 drafts by
+# another source (InferenceX on SPEED-Bench).
+TOKENS_A_STEP: Mapping[DraftHead, Mapping[int, float]] = {
+    "mtp": {n: sum(0.472**i for i in range(1 + n)) for n in (1, 2, 3)},
+    "dspark": {1: 1.84, 2: 2.51, 3: 3.08, 4: 3.36, 5: 3.74},
+}
 # Beside weights and cache: temporaries, logits, what the allocator cannot use; and what a token of a chunk takes.
 _SPARE_BYTES, _TOKEN_BYTES = 1 << 30, 1 << 20
 # The tiny model in sizes that the released formats have.
-_TINY = dict(
+_TINY: Mapping[str, Any] = dict(
     hidden_size=128,
     q_lora_rank=128,
     head_dim=64,
@@ -75,7 +85,6 @@ _TINY = dict(
     o_lora_rank=128,
     index_head_dim=32,
     moe_intermediate_size=128,
-    num_mtp_layers=1,
 )
 
 
@@ -84,7 +93,10 @@ def model_config(options: StepOptions) -> DSV4Config:
     `StepOptions.config`.
     """
     cfg = options.config()
-    return dataclasses.replace(cfg, **_TINY) if options.model == "tiny" else cfg
+    if options.model != "tiny":
+        return cfg
+    sizes: Any = {**_TINY, "num_mtp_layers": 1 if cfg.dspark is None else 0}
+    return dataclasses.replace(cfg, **sizes)
 
 
 def bytes_needed(options: StepOptions) -> int:
@@ -106,7 +118,7 @@ def measure_model(options: StepOptions, params: Params, ceilings: Ceilings | Non
 
     Args:
         params: of `model_config(options)`, as `init_params(cfg, seed, "released", packed=True)` gives them, over the
-            devices of `mesh_of(options)` if there are several; for drafts with the MTP layer.
+            devices of `mesh_of(options)` if there are several; for drafts with the layers that draft.
 
     Raises:
         OptionError: the context exceeds the model's, or the step gives numbers that are not finite.
@@ -170,23 +182,59 @@ def _measured(
     report |= timed(run, options.steps, options.loop)
     report["layer_ms"] = report["step_ms"] / cfg.num_layers
     if options.drafts:
-        report["token_ms"] = report["step_ms"] / sum(ACCEPTED**n for n in range(1 + options.drafts))
+        gives = TOKENS_A_STEP[options.draft_head][options.drafts]
+        report |= dict(draft_head=options.draft_head, tokens_a_step=gives, token_ms=report["step_ms"] / gives)
     if mesh is not None:
         report["exchange"] = "cuda" if peers else "xla"
     if options.brief and options.profile is None:
         return report | {"kernel_ms": None}
     longest = longest_kernels(run, options.loop * split.devices, options.profile)
-    if options.brief or options.drafts:
+    if options.brief:
         return report | longest
-    used = jitted_over(mesh, partial(chosen_experts, implementation=options.implementation), GPU_DECODE_OPTIONS, peers)
-    masks, _ = used(params, cache, plan, tokens)
-    masks = np.asarray(masks).reshape(split.data, cfg.num_layers, split.devices, -1).any(0)
-    experts = masks.sum(2).max(1).tolist()  # of the device that reads the most
-    report["experts"] = float(masks.sum() / cfg.num_layers)
-    if ceilings is not None:
-        parts = model_floors(layout, experts, options.batch, options.context, split, options.chunk)
+    how: Any = dict(implementation=options.implementation)
+    fed = np.random.default_rng(1).integers(cfg.vocab_size, size=options.batch * options.fed).astype(np.int32)
+    fed = (
+        jax.device_put(fed, None if mesh is None else NamedSharding(mesh, PartitionSpec(DATA)))
+        if options.drafts
+        else tokens
+    )
+    if options.drafts:
+        verify = jitted_over(
+            mesh, partial(_verified, loop=options.loop, **how), GPU_DECODE_OPTIONS | dict(options.xla), peers
+        )
+
+        def run_without() -> jax.Array:
+            nonlocal cache
+            drawn, cache = verify(params, cache, plan, fed)
+            return drawn
+
+        report["verify_ms"] = timed(run_without, options.steps, options.loop)["step_ms"]
+        report["drafting_ms"] = report["step_ms"] - report["verify_ms"]
+
+    def counted(chosen: Callable[..., Any], number: int) -> tuple[list[int], float]:
+        """Experts that each layer reads on the device that reads the most, and on all of them, mean over layers."""
+        nonlocal cache
+        used = jitted_over(mesh, partial(chosen, **how), GPU_DECODE_OPTIONS, peers)
+        masks, cache = used(params, cache, plan, fed)
+        masks = np.asarray(masks).reshape(split.data, number, split.devices, -1).any(0)
+        return masks.sum(2).max(1).tolist(), float(masks.sum() / number)
+
+    experts, report["experts"] = counted(chosen_experts, cfg.num_layers)
+    parts = model_floors(
+        layout, experts, options.batch, options.context, split, options.fed, verified=options.drafts > 0
+    )
+    of_drafts = []
+    if options.drafts and cfg.dspark is not None:
+        experts, report["draft_experts"] = counted(chosen_draft_experts, cfg.num_draft_layers)
+        of_drafts = draft_floors(layout, experts, options.batch, options.drafts, split)
+    if ceilings is not None and (of_drafts or not options.drafts):
+        parts += of_drafts
         report |= against_floors(parts, ceilings, report["step_ms"])
-        report["tokens_per_s"] = known / report["step_ms"] * 1e3
+        if of_drafts:
+            report["drafting_floor_ms"] = sum(report["floor_us"][part.name] for part in of_drafts) / 1e3
+        report["tokens_per_s"] = (
+            1e3 * options.batch * options.chunk * report.get("tokens_a_step", 1) / report["step_ms"]
+        )
         report |= dict(
             layer_floor_ms=report["floor_ms"] / cfg.num_layers, moved_gb=sum(part.bytes for part in parts) / 1e9
         )
@@ -248,8 +296,40 @@ def chosen_experts(
     return (experts[..., None] == every).any((0, 2)), step.finish()
 
 
+def chosen_draft_experts(
+    params: Params, cache: KVCache, plan: PackedPlan, tokens: jax.Array, *, implementation: Choice = None
+) -> tuple[jax.Array, KVCache]:
+    """Returns which experts each of DSpark's stages reads for the blocks of a step with drafts, as `chosen_experts`."""
+    here, cfg = plan.unpack().settled(), cache.layout.cfg
+    wanted = here.seq_count - np.int32(1)
+    *_, experts = block_logits(params, cache, here, tokens[here.seq_first], wanted, 1, implementation)
+    every = np.arange(cfg.n_routed_experts, dtype=np.int16)[None, None, None]
+    return (experts[..., None] == every).any((0, 2)), cache
+
+
+def _verified(
+    params: Params, cache: KVCache, plan: PackedPlan, tokens: jax.Array, *, loop: int, implementation: Choice
+) -> tuple[jax.Array, KVCache]:
+    """Runs `loop` times a step of known tokens, without layers that draft: the likeliest successor of each, [T]."""
+
+    def step(cache: KVCache) -> tuple[jax.Array, KVCache]:
+        logits, cache = forward(params, cache, plan, tokens, implementation=implementation)
+        return logits.argmax(-1).astype(jnp.int32), cache
+
+    if loop == 1:
+        return step(cache)
+    return jax.lax.fori_loop(0, loop, lambda _, carry: step(carry[1]), (tokens, cache))
+
+
 def model_floors(
-    layout: CacheLayout, experts: Sequence[int], batch: int, context: int, split: Split = ALONE, chunk: int = 1
+    layout: CacheLayout,
+    experts: Sequence[int],
+    batch: int,
+    context: int,
+    split: Split = ALONE,
+    chunk: int = 1,
+    *,
+    verified: bool = False,
 ) -> list[StepPart]:
     """Returns the parts of one step of a device: every weight that the tokens need, every visible row, the streams
     between blocks.
@@ -263,17 +343,90 @@ def model_floors(
         experts: how many each layer reads, of those of a device.
         batch: requests on all devices.
         chunk: tokens of each in the step.
+        verified: all of them have logits, not the last of each request alone.
     """
     cfg, everyone, batch = layout.cfg, batch * chunk, batch // split.data
     tokens = batch * chunk
     specs = param_specs(cfg, RELEASED)
-    sums = {name: [0, 0] for name in ("fp8", "fp4", "plain")}  # bytes, FLOPs
+    sums = _of_layers(cfg, specs["layers"], experts, tokens, everyone, split)
+    _add(sums["plain"], tokens, specs["hc_head"], specs["norm"])
+    embedding = specs["embed"]
+    sums["plain"][0] += tokens * embedding.shape[1] * embedding.dtype.itemsize
+    with_logits = tokens if verified else batch
+    streams = 4 * cfg.num_layers * tokens * 4 * cfg.hc_mult * cfg.hidden_size
+    return [
+        *(StepPart(name, *both) for name, both in sums.items()),
+        _head(cfg, "head", with_logits, split),
+        StepPart("streams", streams, 0),
+        *cache_floors(layout, batch, context, split.tensor, chunk),
+    ]
+
+
+def draft_floors(
+    layout: CacheLayout, experts: Sequence[int], batch: int, drafts: int, split: Split = ALONE
+) -> list[StepPart]:
+    """Returns the parts of drafting by DSpark on a device: every weight that the blocks' rows need, the head's again.
+
+    `drafts fp8`, `drafts fp4`, `drafts plain`, `drafts head`, `drafts streams`: as of `model_floors`, of the stages.
+    `drafts pairs`: of the tables of pairs of tokens, the second of which is read anew for each draft. What the stages
+    read of the cache is among the backbone's.
+
+    Args:
+        experts: how many each stage reads, of those of a device.
+        batch, split: as of `model_floors`.
+        drafts: of each request. A block has all of its rows whatever it is.
+    """
+    cfg, spark = layout.cfg, layout.cfg.dspark
+    assert spark is not None
+    everyone, batch = batch * spark.block_size, batch // split.data
+    tokens, specs = batch * spark.block_size, param_specs(cfg, RELEASED, drafts=True)
+    *_, last = stages = specs[MTP]
+    pairs = last["markov"]["w2"]
+    alike = [{name: stage[name] for name in stages[1]} for stage in stages]  # the second has what all have
+    sums = _of_layers(cfg, alike, experts, tokens, everyone, split)
+    sums["fp8"][0] += sum(math.prod(part.shape) for part in stages[0]["main_proj"].parts)
+    _add(sums["plain"], tokens, stages[0]["main_norm"], last["hc_head"], last["norm"])
+    sums["plain"][0] += 2 * batch * cfg.hidden_size * specs["embed"].dtype.itemsize  # the last token, and the noise
+    row = spark.markov_rank * pairs.dtype.itemsize
+    streams = 4 * len(stages) * tokens * 4 * cfg.hc_mult * cfg.hidden_size
+    return [
+        *(StepPart(f"drafts {name}", *both) for name, both in sums.items()),
+        _head(cfg, "drafts head", batch * drafts, split),
+        StepPart("drafts pairs", drafts * (cfg.vocab_size * row + batch * row), 2 * batch * drafts * pairs.size),
+        StepPart("drafts streams", streams, 0),
+    ]
+
+
+def _add(sum_: list[int], tokens: int, *leaves: Any) -> None:
+    """Adds the bytes of weights that are read once, and the FLOPs of those that are matrices."""
+    for leaf in jax.tree.leaves(leaves):
+        sum_[0] += leaf.size * leaf.dtype.itemsize
+        sum_[1] += 2 * tokens * leaf.size if len(leaf.shape) > 1 else 0
+
+
+def _head(cfg: DSV4Config, name: str, rows: int, split: Split) -> StepPart:
+    """The head's matrix, and so many rows of logits in float32."""
+    embedding = param_specs(cfg, RELEASED)["embed"]
+    words = embedding.size // (split.tensor if in_blocks(embedding.shape, embedding.dtype) else 1)
+    return StepPart(name, words * embedding.dtype.itemsize + 4 * rows * cfg.vocab_size, 2 * rows * words)
+
+
+def _of_layers(
+    cfg: DSV4Config, specs: Sequence[Params], experts: Sequence[int], tokens: int, everyone: int, split: Split
+) -> dict[str, list[int]]:
+    """Sums the bytes and FLOPs of layers by how weights are stored.
+
+    Args:
+        specs, experts: of each layer, and how many of a device's experts it reads.
+        tokens, everyone: of a data shard, and of all of them.
+    """
+    sums = {name: [0, 0] for name in ("fp8", "fp4", "plain")}
 
     def add(name: str, bytes_: int, multiplied: int = 0) -> None:
         sums[name][0] += bytes_
         sums[name][1] += 2 * tokens * multiplied
 
-    for layer, used in zip(specs["layers"], experts, strict=True):
+    for layer, used in zip(specs, experts, strict=True):
         for path, leaf in jax.tree_util.tree_leaves_with_path(layer, is_leaf=is_leaf):
             name, size = path[-1].key, math.prod(leaf.shape)
             if isinstance(leaf, Quantised):
@@ -289,16 +442,4 @@ def model_floors(
                 add("plain", tokens * leaf.shape[1] * leaf.dtype.itemsize)
             else:
                 add("plain", size * leaf.dtype.itemsize, size if len(leaf.shape) > 1 and name != "ape" else 0)
-    for leaf in (*specs["hc_head"].values(), specs["norm"]):
-        add("plain", leaf.size * leaf.dtype.itemsize, leaf.size if len(leaf.shape) > 1 else 0)
-    embedding = specs["embed"]
-    add("plain", tokens * embedding.shape[1] * embedding.dtype.itemsize)
-    words = embedding.size // (split.tensor if in_blocks(embedding.shape, embedding.dtype) else 1)
-    head = words * embedding.dtype.itemsize + 4 * batch * cfg.vocab_size
-    streams = 4 * cfg.num_layers * tokens * 4 * cfg.hc_mult * cfg.hidden_size
-    return [
-        *(StepPart(name, *both) for name, both in sums.items()),
-        StepPart("head", head, 2 * batch * words),
-        StepPart("streams", streams, 0),
-        *cache_floors(layout, batch, context, split.tensor, chunk),
-    ]
+    return sums

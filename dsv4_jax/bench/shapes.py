@@ -26,6 +26,7 @@ __all__ = [
     "AttendShape",
     "Case",
     "CompressShape",
+    "DraftHead",
     "GatherShape",
     "KVStoreShape",
     "ScoreShape",
@@ -33,6 +34,8 @@ __all__ = [
     "TopKShape",
     "select",
 ]
+
+DraftHead = Literal["mtp", "dspark"]  # what makes the drafts of a step
 
 HEAD_DIM, ROPE_DIM, INDEX_DIM, INDEX_HEADS, WINDOW = 512, 64, 128, 64, 128
 BLOCK_TOKENS = 128

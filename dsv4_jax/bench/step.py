@@ -10,7 +10,7 @@ import dataclasses
 import math
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..cache import KVCache, init_cache
-from ..config import AttentionType, DSV4Config
+from ..config import AttentionType, DSparkHead, DSV4Config
 from ..errors import OptionError
 from ..layout import CacheLayout, CacheSize, KeySplit
 from ..manager.planning import build_plan
@@ -35,9 +35,11 @@ from ..ops.registry import Choice
 from ..plan import PackedPlan
 from ..sharding import stack_plans
 from .ops import random_part
+from .shapes import DraftHead
 from .timing import Ceilings, StepPart, against_floors, longest_kernels, timed
 
 __all__ = [
+    "MAX_DRAFTS",
     "StepOptions",
     "StepSetup",
     "cache_and_plan",
@@ -52,6 +54,10 @@ __all__ = [
     "set_up",
 ]
 
+# Of the published DSpark checkpoints: rows of a block, the noise's id, layers that are heard, and the tables' rank.
+_BLOCK, _NOISE, _HEARD, _RANKS = 5, 128799, 3, {"flash": 256, "pro": 512, "tiny": 8}
+MAX_DRAFTS: Mapping[DraftHead, int] = {"mtp": 3, "dspark": _BLOCK}
+
 
 @dataclasses.dataclass(frozen=True)
 class StepOptions:
@@ -61,7 +67,8 @@ class StepOptions:
         model: "flash", "pro" or "tiny".
         batch, context: requests on all devices, and tokens of each.
         chunk: tokens of each request that the step takes, the last of its context: 1 decodes, more is prefill.
-        drafts: that the MTP layer makes for each request and the step verifies, of whole layers alone.
+        drafts: that are made for each request and that the step verifies, of whole layers alone.
+        draft_head: what makes them: the model's MTP layer, or DSpark's stages in its place.
         layers: how many to run, from the first; None: all.
         implementation: of every op; None: the default of each.
         key_split: of the layout.
@@ -80,6 +87,7 @@ class StepOptions:
     context: int = 128 * 1024
     chunk: int = 1
     drafts: int = 0
+    draft_head: DraftHead = "mtp"
     layers: int | None = None
     implementation: Choice = None
     key_split: KeySplit = "throughput"
@@ -108,13 +116,27 @@ class StepOptions:
         return self.chunk + self.drafts
 
     def config(self) -> DSV4Config:
+        """Returns the config of the layers that run.
+
+        Raises `OptionError`: the context exceeds the model's, the chunk the context, or the drafts what the head makes.
+        """
+        if self.drafts > (most := MAX_DRAFTS[self.draft_head]):
+            raise OptionError(f"{self.drafts} drafts of a step: the head {self.draft_head} makes at most {most}")
         cfg = getattr(DSV4Config, self.model)()
         if self.context > cfg.max_position_embeddings:
             raise OptionError(f"context {self.context}: {self.model} has at most {cfg.max_position_embeddings}")
         steps = self.loop if self.drafts else 1
         if not 1 <= self.fed * steps <= self.context:
             raise OptionError(f"chunk {self.fed * steps} of a context of {self.context} tokens")
-        return dataclasses.replace(cfg, layer_types=cfg.layer_types[: self.layers]) if self.layers else cfg
+        cfg = dataclasses.replace(cfg, layer_types=cfg.layer_types[: self.layers]) if self.layers else cfg
+        return _with_dspark(cfg, self.model) if self.draft_head == "dspark" else cfg
+
+
+def _with_dspark(cfg: DSV4Config, model: str) -> DSV4Config:
+    """The same backbone with the head of its published DSpark checkpoint; the last layers that run are heard."""
+    heard = tuple(range(max(cfg.num_layers - _HEARD, 0), cfg.num_layers))
+    head = DSparkHead(_BLOCK, min(_NOISE, cfg.vocab_size - 1), heard, _RANKS[model])
+    return dataclasses.replace(cfg, num_mtp_layers=0, dspark=head)
 
 
 class StepSetup(NamedTuple):

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..bench.shapes import CASES, OPS, QUICK, select
+from ..bench.shapes import CASES, OPS, QUICK, DraftHead, select
 from ..errors import OptionError
 from ..layout import KeySplit
 from .bench_quality import OPTIONS, acceptance_table, add_options, draw, measured, quality_table
@@ -45,11 +45,12 @@ _EXAMPLES = """
   dsv4-jax bench model --model pro --layers 4 --context 32K    four layers of Pro and its head
   dsv4-jax bench model --devices 2 --batch 1,64 --context 8K   over two devices: heads and experts, or experts alone
   dsv4-jax bench model --devices 2 --batch 1 --drafts 3        with tokens drafted and verified in every step
+  dsv4-jax bench model --batch 1 --drafts 5 --draft-head dspark    by DSpark's stages in place of the MTP layer
   dsv4-jax bench quality --checkpoint DIR --text held_out.npy --drafts 3 --json quality.json --plot quality.png
 """
 # Options of steps alone: what they are if they are not given, which must be told from given.
 _STEP_DEFAULTS = MappingProxyType(
-    dict.fromkeys(("model", "layers", "profile", "devices", "tensor"))
+    dict.fromkeys(("model", "layers", "profile", "devices", "tensor", "draft_head"))
     | dict(chunk=1, steps=20, loop=1, xla=(), drafts=0)
 )
 _OP_OPTIONS = ("shapes", "plot")
@@ -99,8 +100,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     option(step, "--devices", positive, "N", "model: over so many devices (default: 1)")
     tensor = "of them, have the same requests and share the heads (default: all up to 8 requests, else 1)"
     option(step, "--tensor", positive, "N", tensor)
-    drafts = "that the MTP layer makes for each request, verified in the same step (default: none); quality: accepted"
-    option(step, "--drafts", natural, "N", drafts, choices=range(4))
+    drafts = "that are made for each request and verified in the same step (default: none); quality: accepted"
+    option(step, "--drafts", natural, "N", drafts, choices=range(9))
+    head = "model: what makes them, an MTP layer (at most 3; the default) or DSpark's stages (at most 5)"
+    step.add_argument("--draft-head", choices=get_args(DraftHead), help=head)
     option(step, "--steps", positive, "N", "calls per synchronisation (default: 20)")
     option(step, "--loop", positive, "K", "steps in one executable (default: 1)")
     xla = "compiler option of the step, such as xla_gpu_enable_triton_gemm=false"

@@ -17,7 +17,7 @@ from ..errors import OptionError
 from ..formats import INDEX_FORMATS, KV_FORMATS
 from ..layout import KeySplit
 from .inputs import open_regular, read_tokens
-from .models import FORMS, check, load
+from .models import FORMS, check, check_drafts, load
 from .options import naming, option
 from .printing import Progress
 from .values import given_path, positive, short
@@ -25,7 +25,7 @@ from .values import given_path, positive, short
 __all__ = ["OPTIONS", "acceptance_table", "add_options", "draw", "measured", "picture", "quality_table"]
 
 OPTIONS = ("checkpoint", "text", "tokens", "weights", "kv_format", "index_format")
-_TEMPERATURES = (0.0, 1.0)
+_RULES = ((0.0, "coupled"), (1.0, "coupled"), (1.0, "standard"))  # temperatures of drafts, and what keeps them
 # Tokens, context, requests side by side and tokens of a chunk, where they are not given: in full, and in a quick run.
 _SIZES = {False: (1 << 20, 4096, 64, 4096), True: (1 << 12, 1024, 4, 256)}
 _DECODED = 32  # one token of so many is fed in a step of its own
@@ -69,6 +69,7 @@ def measured(args: argparse.Namespace, quick: bool) -> Iterator[tuple[str, dict[
         raise OptionError("quality: needs a trained --checkpoint")
     with naming("--checkpoint"):
         cfg = DSV4Config.from_hf(args.checkpoint)
+    check_drafts(cfg, args.drafts or 0)
     forms = [form for form in FORMS if form in (args.weights or FORMS)]
     for form in forms:
         check(args.checkpoint, cfg, form, drafts=bool(args.drafts))
@@ -91,7 +92,7 @@ def measured(args: argparse.Namespace, quick: bool) -> Iterator[tuple[str, dict[
     compilers = max(1, min(8, (os.cpu_count() or 2) // 2)) if jax.default_backend() == "gpu" else 1
 
     def rows() -> Iterator[tuple[str, dict[str, Any]]]:
-        total = len(implementations) * (len(forms) * len(chosen) + len(_TEMPERATURES) * bool(args.drafts))
+        total = len(implementations) * (len(forms) * len(chosen) + len(_RULES) * bool(args.drafts))
         with Progress("text", total) as progress:
             for name in implementations:
                 how: dict[str, Any] = dict(implementation=name, compilers=compilers, on_start=progress.update)
@@ -102,9 +103,10 @@ def measured(args: argparse.Namespace, quick: bool) -> Iterator[tuple[str, dict[
                     progress.advance()
                 if args.drafts:
                     _, params = load(args.checkpoint, forms[-1], drafts=True)
-                    for temperature in _TEMPERATURES:
+                    for temperature, rule in _RULES:
                         progress.update(f"drafts at temperature {temperature:g}")
-                        found = measure_acceptance(cfg, params, feeding, args.drafts, temperature, implementation=name)
+                        given: Any = dict(rule=rule, implementation=name)
+                        found = measure_acceptance(cfg, params, feeding, args.drafts, temperature, **given)
                         yield from (("acceptance", {"weights": forms[-1]} | row) for row in found)
                         progress.advance()
 
@@ -157,12 +159,13 @@ def quality_table(rows: list[dict[str, Any]]) -> Table:
 
 
 def acceptance_table(rows: list[dict[str, Any]]) -> Table:
-    title = f"drafts of the MTP layer at {rows[0]['places']:,} places of the text"
-    table = Table("temperature", "draft", title=title, title_justify="left")
+    head = "DSpark's stages" if rows[0]["head"] == "dspark" else "the MTP layer"
+    title = f"drafts of {head} at {rows[0]['places']:,} places of the text"
+    table = Table("temperature", "kept by the rule", "draft", title=title, title_justify="left")
     for name in ("accepted", "of those whose predecessors were", "tokens a step with so many"):
         table.add_column(name, justify="right")
     for row in rows:
-        cells = [f"{row['temperature']:g}", str(row["draft"]), _interval(row, "accepted", ".1%")]
+        cells = [f"{row['temperature']:g}", row["rule"] or "", str(row["draft"]), _interval(row, "accepted", ".1%")]
         table.add_row(*cells, _interval(row, "accepted_after_others", ".1%"), f"{row['tokens_a_step']:.2f}")
     return table
 

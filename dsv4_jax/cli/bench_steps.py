@@ -34,10 +34,16 @@ def step_options(args: argparse.Namespace, quick: bool) -> list[Any]:
 def model_options(args: argparse.Namespace, quick: bool) -> list[Any]:
     """Returns the options of each step of whole layers, all of as many layers as fit. Raises `OptionError`."""
     from ..bench.model import DEFAULT_LAYERS, FEW_REQUESTS, bytes_needed
+    from ..bench.step import MAX_DRAFTS
     from ..model.weights.split import check_split
 
     devices = args.devices or 1
     check_devices(devices)
+    head, drafts = args.draft_head or "mtp", args.drafts or 0
+    if args.draft_head and not drafts:
+        raise OptionError("--draft-head: it makes --drafts, of which there are none")
+    if drafts > MAX_DRAFTS[head]:
+        raise OptionError(f"--drafts: {drafts} of a step, --draft-head {head} makes at most {MAX_DRAFTS[head]}")
     if args.chunk > 1 and (args.drafts or args.loop > 1 or devices > 1):
         raise OptionError("--chunk: a model's prefill is one step of one device, without --drafts, --loop, --devices")
     options = [
@@ -45,7 +51,8 @@ def model_options(args: argparse.Namespace, quick: bool) -> list[Any]:
             option,
             devices=devices,
             tensor=devices_sharing_heads(args.tensor, devices, option.batch),
-            drafts=args.drafts or 0,
+            drafts=drafts,
+            draft_head=head,
         )
         for option in _options(args, quick, context=8 * 1024, few=FEW_REQUESTS)
     ]

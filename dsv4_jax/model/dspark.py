@@ -66,7 +66,7 @@ def block_logits(
     drafts: jax.Array,
     width: int,
     implementation: Choice = None,
-) -> tuple[jax.Array, Residual]:
+) -> tuple[jax.Array, Residual, jax.Array]:
     """Runs the block behind each sequence that has drafts.
 
     Args:
@@ -77,7 +77,8 @@ def block_logits(
 
     Returns:
         (logits [B, width, vocab] float32, without what pairs of tokens add; the residual behind the last stage of
-        these rows, [B * width, ...]).
+        these rows, [B * width, ...]; the routed experts of all rows [B * block_size, stages, k] int16, -1 where a
+        sequence has no drafts).
     """
     cfg, dtype = cache.layout.cfg, activations(params)
     spark = cfg.dspark
@@ -86,18 +87,21 @@ def block_logits(
     ids = jnp.full((plan.num_seqs, spark.block_size), np.int32(spark.noise_token_id)).at[:, 0].set(tokens).reshape(-1)
     step, stages = cache.begin(here, implementation), without_gradient(tuple(params[MTP]))
 
-    def run() -> Residual:
-        residual = without_gradient(embed(params, ids, cfg))
+    def run() -> tuple[Residual, list[jax.Array]]:
+        residual, chosen = without_gradient(embed(params, ids, cfg)), []
         for i, p in enumerate(stages):
             layer = step.layer(cfg.num_layers + i)
-            residual, _, _ = block(p, layer, residual, ids, dtype, attend=block_attention)
-        return residual
+            residual, _, experts = block(p, layer, residual, ids, dtype, attend=block_attention)
+            chosen.append(experts)
+        return residual, chosen
 
-    residual = joined(run, here.num_tokens)()
+    residual, chosen = joined(run, here.num_tokens)()
+    there = jnp.asarray(here.token_slot)[:, None, None] > 0
+    experts = jnp.where(there, jnp.stack(chosen, 1), np.int32(-1)).astype(jnp.int16)
     rows = np.arange(plan.num_seqs)[:, None] * spark.block_size + np.arange(width)
     residual = jax.tree.map(lambda x: x[rows.reshape(-1)], residual)
     logits = head(params, residual, cfg, implementation, of=stages[-1])
-    return logits.reshape(plan.num_seqs, width, -1), residual
+    return logits.reshape(plan.num_seqs, width, -1), residual, experts
 
 
 def guesses(
@@ -121,7 +125,7 @@ def guesses(
         others: as of `block_logits`.
     """
     cfg, last = cache.layout.cfg, params[MTP][len(params[MTP]) - 1]
-    logits, residual = block_logits(params, cache, plan, tokens, drafts, width, implementation)
+    logits, residual, _ = block_logits(params, cache, plan, tokens, drafts, width, implementation)
     token, drawn, pairs = tokens, list[jax.Array](), list[jax.Array]()
     for i in range(width):
         pairs.append(last["markov"]["w1"][token].astype(jnp.float32))

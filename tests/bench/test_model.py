@@ -11,10 +11,20 @@ import pytest
 from targets import judged
 
 from dsv4_jax import model, ops
-from dsv4_jax.bench.model import bytes_needed, chosen_experts, launches, measure_model, model_config, model_floors
+from dsv4_jax.bench.model import (
+    TOKENS_A_STEP,
+    bytes_needed,
+    chosen_experts,
+    draft_floors,
+    launches,
+    measure_model,
+    model_config,
+    model_floors,
+)
 from dsv4_jax.bench.step import StepOptions, cache_and_plan, cache_floors, random_cache
+from dsv4_jax.bench.timing import Ceilings
 from dsv4_jax.cli import bench_steps
-from dsv4_jax.config import DSV4Config
+from dsv4_jax.config import DSparkHead, DSV4Config
 from dsv4_jax.errors import OptionError
 from dsv4_jax.layout import CacheLayout
 
@@ -123,11 +133,81 @@ def test_a_step_with_drafts_is_judged_by_the_tokens_it_gives() -> None:
     assert judged(row | {"token_ms": 4.0})["verdict"] == "required"
     assert judged(row | {"token_ms": 4.3})["verdict"] == "missed"
     assert "verdict" not in judged(row | {"token_ms": 4.0, "batch": 2})
+    spark = row | {"draft_head": "dspark"}
+    assert [judged(spark | {"token_ms": ms})["verdict"] for ms in (2.6, 2.7)] == ["required", "missed"]
+    five = [judged(spark | {"drafts": 5, "token_ms": ms})["verdict"] for ms in (2.0, 2.6, 2.7)]
+    assert five == ["goal", "required", "missed"] and "verdict" not in judged(spark | {"drafts": 4, "token_ms": 2.0})
+    alone = {"table": "models", "model": "flash", "layers": 12, "devices": 1, "batch": 1, "context": 8192, "drafts": 5}
+    alone |= {"draft_head": "dspark", "token_ms": 1.0, "over_floor": 9.0}
+    assert [judged(alone | {"drafting_ms": ms})["verdict"] for ms in (0.35, 0.36)] == ["required", "missed"]
+
+
+def test_what_drafting_by_dspark_must_read_of_flash_is_counted_by_hand() -> None:
+    """Three stages, the head once for all rows, the second table of pairs for each draft."""
+    options = StepOptions(batch=1, context=8192, drafts=5, draft_head="dspark")
+    cfg = options.config()
+    assert cfg.dspark == DSparkHead(5, 128799, (40, 41, 42), 256)
+    layout, hidden, words, rows = CacheLayout(cfg, draft_tokens=5, include_drafts=True), 4096, 129280, 5
+    parts = {part.name: part for part in draft_floors(layout, [30, 20, 10], 1, 5)}
+    shared = [(2048, 4096), (2048, 4096), (4096, 2048)]
+    dense, _ = fp8((1024, 4096), (32768, 1024), (512, 4096), (8192, 4096), (4096, 8192), *shared)
+    main, _ = fp8((4096, 3 * 4096))
+    assert parts["drafts fp8"].bytes == 3 * dense + main
+    assert parts["drafts fp4"][1:] == (60 * 3 * 2048 * hidden * 17 // 32, 2 * rows * 6 * 3 * 3 * 2048 * hidden)
+    assert parts["drafts head"][1:] == (words * hidden * 2 + rows * words * 4, 2 * rows * words * hidden)
+    assert parts["drafts pairs"][1:] == (5 * (words + 1) * 256 * 2, 2 * 5 * words * 256)
+    of_one = draft_floors(layout, [30, 20, 10], 1, 1)
+    changed = [one.name for one, five in zip(of_one, parts.values(), strict=True) if one != five]
+    assert changed == ["drafts head", "drafts pairs"], "a block has all of its rows"
+    # With every expert read: the weights of the stages, but for confidence and the first table.
+    read = sum(part.bytes for part in draft_floors(layout, [256] * 3, 1, 1)[:5])
+    stages = model.weight_bytes(cfg, drafts=True) - model.weight_bytes(cfg)
+    tables, logits, confidence = words * 256 * 2, words * (2 * hidden + 4), 2 * (hidden + 256)
+    assert read - logits - 512 - 2 * hidden * 2 == stages - tables - confidence
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("head", "drafts", "loop"), [("mtp", 2, 1), ("dspark", 5, 1), ("dspark", 3, 2)])
+def test_a_step_with_drafts_is_timed_beside_one_that_verifies_alone(head: str, drafts: int, loop: int) -> None:
+    options = StepOptions("tiny", 2, 200, drafts=drafts, draft_head=head, layers=2, steps=1, loop=loop)
+    cfg = model_config(options)
+    params = model.init_params(cfg, 0, "released", packed=True, drafts=True)
+    report = measure_model(options, params, Ceilings(4e12, 8e14))
+    assert report["drafting_ms"] == report["step_ms"] - report["verify_ms"] and report["verify_ms"] > 0
+    assert report["token_ms"] == report["step_ms"] / TOKENS_A_STEP[head][drafts] and report["draft_head"] == head
+    assert 1 <= report["experts"] <= cfg.n_routed_experts
+    if head == "mtp":
+        assert "floor_ms" not in report and "draft_experts" not in report
+    else:
+        floors = report["floor_us"]
+        of_drafts = sum(us for name, us in floors.items() if name.startswith("drafts ")) / 1e3
+        assert report["drafting_floor_ms"] == pytest.approx(of_drafts) and 0 < of_drafts < report["floor_ms"]
+        assert cfg.num_experts_per_tok <= report["draft_experts"] <= cfg.n_routed_experts
+
+
+def test_drafts_are_no_more_than_their_head_makes() -> None:
+    with pytest.raises(OptionError, match="4 drafts of a step: the head mtp makes at most 3"):
+        StepOptions(drafts=4).config()
+    with pytest.raises(OptionError, match="--drafts: 6 of a step, --draft-head dspark makes at most 5"):
+        bench_steps.model_options(arguments(drafts=6, draft_head="dspark"), False)
+    with pytest.raises(OptionError, match="--draft-head: it makes --drafts, of which there are none"):
+        bench_steps.model_options(arguments(draft_head="dspark"), False)
 
 
 def arguments(**given) -> argparse.Namespace:
     fields = dict.fromkeys(
-        ("implementations", "model", "layers", "batch", "context", "profile", "devices", "tensor", "drafts")
+        (
+            "implementations",
+            "model",
+            "layers",
+            "batch",
+            "context",
+            "profile",
+            "devices",
+            "tensor",
+            "drafts",
+            "draft_head",
+        )
     )
     return argparse.Namespace(**(fields | {"key_split": None, "steps": 20, "loop": 1, "chunk": 1, "xla": ()} | given))
 

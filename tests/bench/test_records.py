@@ -162,14 +162,17 @@ def test_the_first_page_says_how_fast_models_run(tmp_path, capsys):
         model | {"step_ms": 22.0, "exchange": "xla"},
         model | {"drafts": 1, "step_ms": 24.0, "token_ms": 16.0},
     )
+    spark = model | {"drafts": 5, "draft_head": "dspark", "step_ms": 32.0, "token_ms": 8.0}
     kernel = ROW | {"op": "attend", "shape": "csa-flash", "batch": 64, "kernel_us": 22.0, "peer_us": 44.0}
     chunk = {name: chunk[name] for name in (*TABLES["steps"].fields, "table") if name in chunk}
-    made = record(device="NVIDIA H200") | {"rows": [model, slow, drafts, few, chunk, kernel]}
+    made = record(device="NVIDIA H200") | {"rows": [model, slow, drafts, spark, few, chunk, kernel]}
     (tmp_path / "records" / "x.json").write_text(json.dumps(made))
     assert main([str(tmp_path)]) == 0 and main([str(tmp_path), "--check"]) == 0
     page, picture = (tmp_path / "README.md").read_text(), (tmp_path / "whole_models.svg").read_text()
     assert "| V4-Flash | 2 (experts split) | 64 | 128 Ki | 20.00 | 3,200 | 1.25x |" in page
     assert "| V4-Flash | 2 (experts split) | 64, 1 draft (1) | 128 Ki | 24.00 | 4,000 | 1.25x |" in page
+    assert "| V4-Flash | 2 (experts split) | 64, 5 drafts by DSpark (1) | 128 Ki | 32.00 | 8,000 | 1.25x |" in page
+    assert "(2)" not in page and "3.74 with five" in " ".join(page.split())
     assert "| V4-Flash | 12 of 43 | 1 | 8 Ki | 1.50 | 0.12 | 1.25x |" in page and "22.00" not in page
     assert "| V4-Flash, attention of all layers | 4,096 | 8 Ki | 100.0 | 40,960 |" in page
     assert "| attention of a CSA layer | 64 | 22.0 | 44.0 | FlashMLA | 0.50 |" in page

@@ -226,9 +226,18 @@ def test_quality(capsys, tmp_path, monkeypatch):
                 row |= beside | dict(same_entries_half=0.01, loss_change=-1e-3, loss_change_half=None)
             yield {"against": None} | row
 
-    def drafts(cfg, params, feeding, width, temperature, *, implementation):
+    def drafts(cfg, params, feeding, width, temperature, *, rule, implementation):
         assert params == "with MTP" and width == 1
-        yield dict(temperature=temperature, draft=1, accepted=0.8, accepted_half=0.1, tokens_a_step=1.8, places=12)
+        yield dict(
+            head="mtp",
+            rule=rule if temperature else None,
+            temperature=temperature,
+            draft=1,
+            accepted=0.8,
+            accepted_half=0.1,
+            tokens_a_step=1.8,
+            places=12,
+        )
 
     monkeypatch.setattr("dsv4_jax.bench.quality.measure_quality", rows)
     monkeypatch.setattr("dsv4_jax.bench.acceptance.measure_acceptance", drafts)
@@ -241,7 +250,7 @@ def test_quality(capsys, tmp_path, monkeypatch):
     table = capsys.readouterr().out
     assert "-0.0010" in table and "2.0e-04 ±1.0e-04" in table and "97.0% ±1.0%" in table and "1.80" in table
     report = json.loads(file.read_text())
-    assert [row["table"] for row in report["rows"]] == ["quality", "quality", "acceptance", "acceptance"]
+    assert [row["table"] for row in report["rows"]] == ["quality"] * 2 + ["acceptance"] * 3
     assert records.check(report | {"quick": False, "commit": "0123abc"})
     assert "KL, nats a token; float32 weights" in drawn.read_text()
     (tmp_path / "records").mkdir()
@@ -258,6 +267,7 @@ def test_quality_refuses(capsys, tmp_path, monkeypatch):
     refused(capsys, ["bench", "quality", "step"], "quality is measured by itself")
     refused(capsys, ["bench", "step", "--text", text], "--text: is for quality")
     refused(capsys, [*given, "--layers", "3"], "--layers: is not for quality")
+    refused(capsys, [*given, "--drafts", "4"], "--drafts: an MTP layer guesses at most 3 tokens, got 4")
     refused(capsys, [*given, "--weights", "float32,int8"], "--weights", "'int8' is none of float32, bfloat16")
     refused(capsys, [*given, "--context", "128,256"], "--context: quality is measured at one")
     refused(capsys, [*given, "--context", "128K"], "--context: 131072, of 32 to 65536")

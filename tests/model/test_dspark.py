@@ -73,7 +73,7 @@ def drafted(params, cache, plan, token, width=5):
 
     wanted = jnp.where(plan.seq_slot > 0, 2, 0)
     drafts, _ = dspark.guesses(params, cache, plan, token, wanted, width, draw)
-    _, residual = dspark.block_logits(params, cache, plan, token, wanted, width)
+    _, residual, _ = dspark.block_logits(params, cache, plan, token, wanted, width)
     before = jnp.concatenate([token[:, None], drafts[:, :-1]], 1).reshape(-1)
     last = params["mtp"][2]
     sure = dspark.confidence(last, residual, last["markov"]["w1"][before], cache.layout.cfg)
@@ -170,10 +170,10 @@ def params() -> model.Params:
     return model.init_params(ONE, seed=1, drafts=True)
 
 
-def generate(params, drafts=0, **options):
+def generate(params, drafts=0, *, layout=OF_ONE, **options):
     """(What `model.generate` gives, how many tokens came at once.) Afterwards nothing may be held."""
-    manager = KVCacheManager(OF_ONE, SIZE, policy=CachePolicy(snapshots=SnapshotPlacement(every=1)))
-    cache, sizes = init_cache(OF_ONE, SIZE), []
+    manager = KVCacheManager(layout, SIZE, policy=CachePolicy(snapshots=SnapshotPlacement(every=1)))
+    cache, sizes = init_cache(layout, SIZE), []
     options = dict(max_new_tokens=NEW, chunk_tokens=16, drafts=drafts) | options
     options["on_step"] = lambda brought: sizes.extend(len(tokens) for tokens in brought.tokens.values() if tokens)
     drawn, cache = model.generate(params, cache, manager, PROMPTS, **options)
@@ -207,6 +207,23 @@ def test_output_is_that_without_drafts_at_other_widths(params, drafts) -> None:
     for strength in (0.0, 0.02):
         given = leaning(params, strength)
         assert generate(given, drafts)[0] == generate(given)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafts", [6, 7, 8])
+def test_output_is_that_without_drafts_of_a_head_with_longer_blocks(drafts) -> None:
+    """Eight rows of a block, of which a step verifies as many as it is asked for, greedy and sampled."""
+    cfg = dataclasses.replace(ONE, dspark=DSparkHead(8, 31, (0,), 32))
+    layout = CacheLayout(cfg, "f32", "f32", block_tokens=8, draft_tokens=drafts, include_drafts=True)
+    params = model.init_params(cfg, seed=1, drafts=True)
+    for strength, most in ((0.0, 1 + drafts), (0.02, 1 + drafts)):
+        given = leaning(params, strength)
+        for sampling in (Sampling(), Sampling(0.6, top_k=30)):
+            expected, _ = generate(given, layout=layout, sampling=sampling, seed=11)
+            drawn, sizes = generate(given, drafts, layout=layout, sampling=sampling, seed=11)
+            assert drawn == expected and 1 < max(sizes) <= most
+            if not strength and sampling.greedy:
+                assert max(sizes) == most
 
 
 @functools.partial(jax.jit, static_argnames=("least",))
@@ -314,6 +331,38 @@ def test_no_window_row_that_nobody_stored_is_a_key(params) -> None:
     assert np.abs(said[0] - said[1]).max() > 1e-2 < np.abs(said[1] - said[2]).max()
 
 
+def test_a_block_sees_its_window_alone_and_is_the_same_at_every_width(params) -> None:
+    """What lies in the rings beside it, of refused drafts or of before, shows nowhere; fewer drafts are the first."""
+    manager, cache = KVCacheManager(OF_ONE, SIZE), init_cache(OF_ONE, SIZE)
+    request, shape = manager.admit_request(TEXT[:12]), manager.pinned_shape(2, 12, history=True)
+    plan = manager.plan_step([(request, 12)], shape=shape)
+    _, _, cache = step(params, cache, plan.pack(), manager.plan_tokens(plan), np.zeros(plan.num_seqs, np.int32))
+    request.tokens += [TEXT[12], 0]
+    plan = manager.plan_step([(request, 2)], shape=shape)
+    at = int(np.flatnonzero(plan.seq_slot == request.slot)[0])
+    anchor = np.zeros(plan.num_seqs, np.int32)
+    anchor[at] = TEXT[12]
+    (leaf,) = (leaf for leaf in OF_ONE.leaves if leaf.pool == "draft")
+    rows = np.array(cache.arrays[leaf.name]).reshape(3, -1, leaf.rows, leaf.width)
+    window = ONE.sliding_window
+    assert leaf.rows > window and window < 12
+    seen = {position % leaf.rows for position in range(12 - window, 12)}
+    others = [row for row in range(leaf.rows) if row not in seen]
+    said = {}
+    for width in (5, 3, 1):
+        for poison in (None, 0xFFFFFFFF, 0x7F7FFFFF):  # NaN, and the largest number
+            spoilt = rows.copy()
+            if poison is not None:
+                spoilt[:, request.slot, others] = np.array(poison, np.uint32).astype(spoilt.dtype)
+                spoilt[:, 0] = spoilt[:, request.slot]
+            arrays = {**cache.arrays, leaf.name: jnp.asarray(spoilt.reshape(-1, leaf.width))}
+            found = drafted(params, dataclasses.replace(cache, arrays=arrays), plan, anchor, width)
+            said[width, poison] = [np.asarray(x)[at] for x in found]
+    for (width, poison), found in said.items():
+        for ours, whole in zip(found, said[5, None], strict=True):
+            np.testing.assert_array_equal(ours, whole[:width], err_msg=f"{width} {poison}")
+
+
 def test_a_block_that_is_unsure_is_verified_in_part(params) -> None:
     """By what is known before each draft: fewer are kept, and the tokens are those of all."""
     given = leaning(params, 0.02)
@@ -339,14 +388,18 @@ def test_an_engine_keeps_no_draft_that_is_unsure(params) -> None:
 
 
 @pytest.mark.slow
-def test_steps_by_the_standard_rule_draw_from_the_target(params) -> None:
-    """The first two tokens of 20,480 requests, by whole steps: chi-square against the model without a cache."""
+@pytest.mark.parametrize("least", [0.0, 0.5])
+def test_steps_by_the_standard_rule_draw_from_the_target(params, least) -> None:
+    """The first two tokens of 20,480 requests, by whole steps: chi-square against the model without a cache.
+
+    Also if drafts end before one of which the head is unsure.
+    """
     given, batch, calls = leaning(params, 0.3), 64, 320
     layout, size = OF_ONE, CacheSize(batch, batch, 1)
     manager, cache = KVCacheManager(layout, size), init_cache(layout, size)
     requests = [manager.admit_request(TEXT[:5]) for _ in range(batch)]
     plan = manager.plan_step([(request, 5) for request in requests[:batch]])
-    call = jax.jit(functools.partial(model.draft_step, width=2, acceptance="standard"))
+    call = jax.jit(functools.partial(model.draft_step, width=2, acceptance="standard", least_confidence=least))
     sampling = Sampling(0.8, top_k=4)
     rows = SamplingRows.of([dataclasses.replace(sampling, seed=0)] * plan.num_seqs)
     tokens, none = manager.plan_tokens(plan), np.zeros(plan.num_seqs, np.int32)

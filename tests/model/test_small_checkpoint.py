@@ -5,16 +5,21 @@ That its logits are those of transformers is in test_hf_equivalence.py.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dsv4_jax import CacheLayout, CachePolicy, CacheSize, DSV4Config, KVCacheManager, init_cache, model, plan_capacity
+from dsv4_jax.config import DSparkHead
 from dsv4_jax.engine import Engine, Limits, Prompt
 from dsv4_jax.manager import HostSize
+from dsv4_jax.model.sampling import Sampling
 from dsv4_jax.tiers.remote import RecordTransport
 from dsv4_jax.transports import open_engine
 
@@ -99,6 +104,45 @@ def test_greedy_text_is_the_same_however_it_is_made() -> None:
     found |= _through_engines(whole, prompts)
     assert [len(text) for text in found["steps"]] == [16, 16]
     assert all(text == found["steps"] for text in found.values()), found
+
+
+def knowing_pairs(params: model.Params, texts: list[list[int]]) -> tuple[DSV4Config, model.Params]:
+    """The same backbone with stages of DSpark that say what followed a token in the texts, the last time that it did.
+
+    So drafts are right now and then: where a text repeats itself, and where a token has one successor.
+    """
+    spark = DSparkHead(block_size=5, noise_token_id=1, target_layer_ids=(3, 4, 5), markov_rank=64)
+    cfg = dataclasses.replace(CFG, num_mtp_layers=0, dspark=spark)
+    *stages, last = model.init_params(cfg, 0, drafts=True)["mtp"]
+    pairs = {one: other for text in texts for one, other in itertools.pairwise(text)}
+    first, second = (np.zeros((CFG.vocab_size, 64), np.float32) for _ in range(2))
+    for i, (one, other) in enumerate([*pairs.items()][:64]):
+        first[one, i], second[other, i] = 1, 10
+    last |= {"norm": jnp.zeros_like(last["norm"]), "markov": {"w1": jnp.asarray(first), "w2": jnp.asarray(second)}}
+    return cfg, params | {"mtp": (*stages, last)}
+
+
+@pytest.mark.slow
+def test_text_is_the_same_with_drafts_by_dspark(params: model.Params) -> None:
+    """Greedy and sampled, one step a call and several, of drafts that are kept in part."""
+    prompts = [SMALL_TEXT[:378].tolist(), SMALL_TEXT[[*range(260), *range(300, 418)]].tolist()]
+
+    def written(cfg: DSV4Config, params: model.Params, **options: Any) -> tuple[list[list[int]], list[int]]:
+        drafts = options.get("drafts", 0)
+        layout = CacheLayout(cfg, **ROWS, draft_tokens=drafts, include_drafts=drafts > 0)
+        size = plan_capacity(layout, max_requests=2, max_context=512)
+        manager, cache, kept = KVCacheManager(layout, size), init_cache(layout, size), list[int]()
+        options["on_step"] = lambda brought: kept.extend(len(tokens) for tokens in brought.tokens.values() if tokens)
+        return model.generate(params, cache, manager, prompts, max_new_tokens=24, **options)[0], kept
+
+    for sampling in (Sampling(), Sampling(0.8, top_p=0.95)):
+        expected, _ = written(CFG, params, sampling=sampling, seed=5)
+        cfg, given = knowing_pairs(params, expected)
+        for drafts, steps in ((5, 1), (3, 2)):
+            text, kept = written(cfg, given, drafts=drafts, decode_steps=steps, sampling=sampling, seed=5)
+            assert text == expected
+            calls = len(kept) - len(prompts)  # the first token of each comes with its prompt
+            assert 1.3 * steps < (sum(kept) - len(prompts)) / calls < steps * (1 + drafts), kept
 
 
 def _through_engines(params: model.Params, prompts: list[list[int]]) -> dict[str, list[list[int]]]:
