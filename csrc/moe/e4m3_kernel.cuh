@@ -25,6 +25,7 @@ namespace dsv4 {
 constexpr int kItemTiles = 4;                          // of 64 of the weights' rows
 constexpr int kGroupCodes = kCodeBytes / kWordGroups;  // bytes of a tile, of 32 columns
 constexpr int kItemRows = kItemTiles * kWeightRows;
+constexpr int kSmRegisters = 65536, kRegisterStep = 8;
 constexpr int kRowScaleBytes = kGroupRows * static_cast<int>(sizeof(float));  // of a group
 
 template <int kGroupsOf, int kRowsOf, int kBlocksOf, int kStagesOf, int kRunOf>
@@ -38,7 +39,11 @@ struct MoeE4m3Shape {
   static constexpr bool kMany = kDown > 1;  // items of several sizes
   static constexpr int kConsumers = kWarpgroup * kGroups;
   static constexpr int kThreads = kConsumers + kWarpgroup;
-  static constexpr int kOwnRegisters = kGroups == 2 ? 232 : 112, kCopyRegisters = 40;
+  // A thread's, of those that multiply and of those that copy: together no more than all have when the block starts.
+  static constexpr int kOwnRegisters = kGroups == 2 ? 232 : 112, kCopyRegisters = kGroups == 2 ? 40 : 32;
+  static constexpr int kFirstRegisters = kSmRegisters / kThreads / kRegisterStep * kRegisterStep;
+  static_assert(kConsumers * kOwnRegisters + kWarpgroup * kCopyRegisters <= kThreads * kFirstRegisters,
+                "else they would wait for registers that nobody gives");
   static constexpr int kBlockRowBytes = kRows * kRowBytes, kBlockScaleBytes = kRows * static_cast<int>(sizeof(float));
   static constexpr int kWeightBytes = kItemTiles * kRun * kTileBytes;  // of a stage
   static constexpr int kStageBytes = kRun * (kBlockRowBytes + kBlockScaleBytes) + kWeightBytes;

@@ -108,6 +108,29 @@ class TestMoeE4m3OnTheGpu(MoeE4m3Test):
         assert np.linalg.norm(got - want) <= self.tolerance * np.linalg.norm(want)
         np.testing.assert_array_equal(self.run(x[640:641], chosen[:1], share[640:641], *packed), got[640:641])
 
+    @pytest.mark.parametrize(
+        ("hidden", "inter", "here", "top"), [(256, 256, 1, 1), (768, 512, 9, 16), (256, 768, 8, 3)]
+    )
+    def test_other_sizes(self, hidden: int, inter: int, here: int, top: int) -> None:
+        """Shapes agree, and no place of the workspace is taken twice."""
+        rng = np.random.default_rng(hidden + inter)
+        weights = plain.random_weights(rng, here, hidden, inter)
+        parts = [[np.stack([w[name][i] for w in weights]) for name in plain.NAMES] for i in (0, 1)]
+        (gate_up,) = fp4_e4m3.pack(*(gate_up_rows(gate, up) for gate, up, _ in parts))
+        (down,) = fp4_e4m3.pack(*(x for _, _, x in parts))
+        x = rng.standard_normal((150, hidden)).astype(jnp.bfloat16)
+        chosen = rng.integers(-2, here + 2, (150, top), dtype=np.int32)
+        share = rng.random((150, top), np.float32)
+        want = self.oracle.experts(x.astype(np.float64), chosen, share, weights, LIMIT)
+        first = None
+        for shape in SHAPES:
+            run = jax.jit(lambda *args, n=shape: kernel.call(checked("moe_e4m3", *args, LIMIT, 0, here, 1), n))
+            got = np.asarray(run(x, chosen, share, gate_up, down))
+            assert np.linalg.norm(got - want) <= self.tolerance * np.linalg.norm(want)
+            np.testing.assert_array_equal(got, np.asarray(run(x, chosen, share, gate_up, down)))
+            first = got if first is None else first
+            np.testing.assert_array_equal(got, first)
+
     @pytest.mark.parametrize("spread", [0, 13])
     def test_has_the_bits_of_the_unit(self, spread: int) -> None:
         """Also of an expert whose scales spread so far that 32 columns are added up at a time."""
