@@ -56,7 +56,7 @@ runtime_version { major: 13 }
 device_description_str: "NVIDIA H200"
 """
 NO_KERNEL = {"parameter", "get-tuple-element", "bitcast", "constant", "tuple"}
-LAUNCHES = {"dsv4_moe": 4}  # of a custom call, if not one; of the experts of a single token three
+LAUNCHES = {"dsv4_moe": 4, "dsv4_moe_e4m3": 5}  # of a custom call, if not one; of the experts of a single token three
 OF_BLOCK = "dsv4_hyper_connection"  # what a block begins with
 
 

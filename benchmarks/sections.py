@@ -94,9 +94,9 @@ SECTIONS = (
     ),
     Section(
         "The experts of a MoE layer",
-        "V4-Flash, 256 experts, top 6, FP4 weights x bf16 rows, both products. Batch: tokens, routed at random; "
-        "the megabytes are those of the experts they choose.",
-        ops=("moe", "route"),
+        "V4-Flash, 256 experts, top 6, FP4 weights x bf16 rows (`moe_e4m3`: rounded to e4m3), both products. Batch: "
+        "tokens, routed at random; the megabytes are those of the experts they choose.",
+        ops=("moe", "moe_e4m3", "route"),
     ),
     Section(
         "Dense products with FP8 weights",

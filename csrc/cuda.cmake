@@ -69,6 +69,7 @@ add_kernels(
   dense/fp8.cu
   dense/stream.cu
   index/scores.cu
+  moe/e4m3.cu
   moe/experts.cu
   residual/hyper_connection.cu)
 set_target_properties(dsv4_cuda PROPERTIES LINKER_LANGUAGE CUDA CUDA_RUNTIME_LIBRARY Static)

@@ -1,7 +1,8 @@
 // Rows of bf16 as e4m3 with a power-of-two scale for every 128 columns (dsv4_jax/formats/activations.py says which),
 // and the scales as the products read them: by blocks of columns, rows next to each other.
 //
-// A thread takes eight columns, sixteen threads those that share a scale.
+// A thread takes eight columns, sixteen threads those that share a scale. Each source that launches the kernel has its
+// own.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -41,8 +42,25 @@ __device__ __forceinline__ uint32_t e4m3_pair(uint32_t pair, float factor) {
   return codes;
 }
 
+// A thread's eight columns as codes; returns the exponent of their scale. The sixteen threads that share it, half a
+// warp, come here together.
+__device__ __forceinline__ int round_eight(uint4 words, uint2& codes) {
+  const uint32_t sharers = ((1u << kRoundSharers) - 1) << (threadIdx.x & kRoundSharers);
+  const uint32_t pairs[kRoundOwn / 2] = {words.x, words.y, words.z, words.w};
+  uint32_t most = 0;
+#pragma unroll
+  for (uint32_t pair : pairs) most = max(most, max(bf16_magnitude(pair), bf16_magnitude(pair >> 16)));
+#pragma unroll
+  for (int d = kRoundSharers / 2; d > 0; d /= 2) most = max(most, __shfl_xor_sync(sharers, most, d));
+  const int exponent = scale_exponent(fmaxf(__uint_as_float(most << 16), kRoundFloor), kE4m3Limit);
+  const float factor = power_of_two(-exponent);
+  codes.x = e4m3_pair(pairs[0], factor) | e4m3_pair(pairs[1], factor) << 16;
+  codes.y = e4m3_pair(pairs[2], factor) | e4m3_pair(pairs[3], factor) << 16;
+  return exponent;
+}
+
 // Grid: pitch rows, columns in 1,024s.
-__global__ void __launch_bounds__(kRoundThreads) round_rows_kernel(const __grid_constant__ RoundRowsArgs args) {
+static __global__ void __launch_bounds__(kRoundThreads) round_rows_kernel(const __grid_constant__ RoundRowsArgs args) {
   let_next_start();
   wait_for_previous();
   const int row = blockIdx.x, column = (blockIdx.y * kRoundThreads + threadIdx.x) * kRoundOwn;
@@ -55,23 +73,13 @@ __global__ void __launch_bounds__(kRoundThreads) round_rows_kernel(const __grid_
   }
   const size_t at = static_cast<size_t>(row) * args.columns + column;
   const uint4 words = __ldg(reinterpret_cast<const uint4*>(args.x + at));
-  const uint32_t pairs[kRoundOwn / 2] = {words.x, words.y, words.z, words.w};
-  uint32_t most = 0;
-#pragma unroll
-  for (uint32_t pair : pairs) most = max(most, max(bf16_magnitude(pair), bf16_magnitude(pair >> 16)));
-  const uint32_t sharers = __activemask();
-#pragma unroll
-  for (int d = kRoundSharers / 2; d > 0; d /= 2) most = max(most, __shfl_xor_sync(sharers, most, d));
-  const int exponent = scale_exponent(fmaxf(__uint_as_float(most << 16), kRoundFloor), kE4m3Limit);
-  const float factor = power_of_two(-exponent);
-  uint32_t codes[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) codes[i] = e4m3_pair(pairs[2 * i], factor) | e4m3_pair(pairs[2 * i + 1], factor) << 16;
-  *reinterpret_cast<uint2*>(args.codes + at) = make_uint2(codes[0], codes[1]);
+  uint2 codes;
+  const int exponent = round_eight(words, codes);
+  *reinterpret_cast<uint2*>(args.codes + at) = codes;
   if (first) *scale = power_of_two(exponent);
 }
 
-inline cudaError_t round_rows(const RoundRowsArgs& args, cudaStream_t stream) {
+static inline cudaError_t round_rows(const RoundRowsArgs& args, cudaStream_t stream) {
   constexpr int kBlock = kRoundThreads * kRoundOwn;
   const dim3 grid(args.pitch, (args.columns + kBlock - 1) / kBlock);
   return start(round_rows_kernel, {grid, kRoundThreads}, follows, stream, args);

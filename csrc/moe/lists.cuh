@@ -206,9 +206,19 @@ __device__ __forceinline__ void carry(float4 (&sums)[kSumLevels + 1], int done) 
   }
 }
 
+// The experts' results by pair, of moe/experts.cu.
+struct FloatParts {
+  static constexpr bool kShared = false;  // a share is still to be multiplied with
+  __device__ __forceinline__ static const float* of(const MoeArgs& args) { return moe_work(args, nullptr).parts; }
+  __device__ __forceinline__ static float4 load(const float* from) {
+    return __ldcs(reinterpret_cast<const float4*>(from));
+  }
+};
+
 // Each token's experts' results times their shares. All experts there are make eight parts; in each they are added in
 // their order, and the parts by a binary tree: ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)). So devices that have whole
 // branches of the tree give sums that, added by the rest of it, are those of one device. A thread has four columns.
+template <typename Parts>
 __global__ void __launch_bounds__(kSumThreads) moe_sum_kernel(const __grid_constant__ MoeArgs args) {
   __shared__ int order[kMaxTop], part[kMaxTop];
   __shared__ float shares[kMaxTop];
@@ -217,12 +227,15 @@ __global__ void __launch_bounds__(kSumThreads) moe_sum_kernel(const __grid_const
     const int32_t* chosen = args.chosen + token * args.top;
     const int mine = __ldg(chosen + threadIdx.x);
     int place = 0;
+    [[maybe_unused]] bool again = false;  // named before
     for (int k = 0; k < args.top; ++k) {
       const int other = __ldg(chosen + k);
       place += other < mine || (other == mine && k < static_cast<int>(threadIdx.x));
+      if constexpr (Parts::kShared) again |= other == mine && k < static_cast<int>(threadIdx.x);
     }
     const int expert = mine - args.first;
-    const bool here = expert >= 0 && expert < args.experts;
+    bool here = expert >= 0 && expert < args.experts;
+    if constexpr (Parts::kShared) here &= !again;
     order[place] = here ? static_cast<int>(threadIdx.x) : -1;
     part[place] = expert * kSumParts / args.routed;
     shares[place] = __ldg(args.share + token * args.top + threadIdx.x);
@@ -231,23 +244,27 @@ __global__ void __launch_bounds__(kSumThreads) moe_sum_kernel(const __grid_const
   wait_for_previous();
   const int column = kSumColumns * (blockIdx.y * kSumThreads + threadIdx.x);
   if (column >= args.hidden) return;
-  const float* parts = moe_work(args, nullptr).parts + static_cast<size_t>(token) * args.top * args.hidden + column;
+  const auto* parts = Parts::of(args) + static_cast<size_t>(token) * args.top * args.hidden + column;
   float4 sums[kSumLevels + 1] = {};
   for (int start = 0; start < args.top; start += kSumAhead) {
     float4 y[kSumAhead] = {};
 #pragma unroll
     for (int i = 0; i < kSumAhead; ++i) {
       if (start + i >= args.top || order[start + i] < 0) continue;
-      y[i] = __ldcs(reinterpret_cast<const float4*>(parts + static_cast<size_t>(order[start + i]) * args.hidden));
+      y[i] = Parts::load(parts + static_cast<size_t>(order[start + i]) * args.hidden);
     }
 #pragma unroll
     for (int i = 0; i < kSumAhead; ++i) {
       const int at = start + i;
       if (at >= args.top || order[at] < 0) continue;
       if (at > 0) carry(sums, kWordBits - __clz(part[at] ^ part[at - 1]));
-      const float w = shares[at];
       float4& sum = sums[0];
-      sum = {fmaf(w, y[i].x, sum.x), fmaf(w, y[i].y, sum.y), fmaf(w, y[i].z, sum.z), fmaf(w, y[i].w, sum.w)};
+      if constexpr (Parts::kShared) {
+        sum = {sum.x + y[i].x, sum.y + y[i].y, sum.z + y[i].z, sum.w + y[i].w};
+      } else {
+        const float w = shares[at];
+        sum = {fmaf(w, y[i].x, sum.x), fmaf(w, y[i].y, sum.y), fmaf(w, y[i].z, sum.z), fmaf(w, y[i].w, sum.w)};
+      }
     }
   }
   carry(sums, kSumLevels);

@@ -27,6 +27,7 @@ from dsv4_jax.ops import (
     hyper_connection,
     index_scores,
     moe,
+    moe_e4m3,
     normalise,
     route,
     sample_tokens,
@@ -123,9 +124,9 @@ def call_kv_store():
     return store_kv(pool, pool, x, x, IDS, storage="fp8", implementation="cuda")
 
 
-def call_moe():
+def call_moe(op=moe):
     weights = jnp.zeros((8, 8, 4, 4352), jnp.uint8), jnp.zeros((8, 8, 2, 4352), jnp.uint8)
-    return moe(
+    return op(
         jnp.zeros((3, 512)), jnp.zeros((3, 6), jnp.int32), jnp.zeros((3, 6)), *weights, limit=1.0, implementation="cuda"
     )
 
@@ -164,6 +165,7 @@ CALLS = {
     "index_scores": call_index_scores,
     "kv_store": call_kv_store,
     "moe": call_moe,
+    "moe_e4m3": lambda: call_moe(moe_e4m3),
     "normalise": lambda: normalise(
         jnp.zeros((3, 512)), jnp.zeros(512), eps=1e-6, dtype=jnp.bfloat16, implementation="cuda"
     ),

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv4_jax import model
+from dsv4_jax import CacheLayout, model, testing
 from dsv4_jax.model.moe import moe
-from dsv4_jax.model.numerics import linear
+from dsv4_jax.model.numerics import linear, product
 from dsv4_jax.model.released import as_released, is_released
 from dsv4_jax.model.uncached import forward_uncached
 from dsv4_jax.ops.hyper_connection import Written, connection_vector, hyper_connection
@@ -98,3 +100,34 @@ def test_a_whole_model_runs(both) -> None:
     tokens = jnp.arange(24, dtype=jnp.int32) % CFG.vocab_size
     plain, got = (np.asarray(forward_uncached(CFG, params, tokens)) for params in both)
     assert np.isfinite(got).all() and not near(got, plain, 1e-3)
+
+
+def test_products_depend_on_no_number_of_rows(both) -> None:
+    """Each number of rows is an executable of its own."""
+    p = both[1]["layers"][1]
+    x, tokens = jnp.asarray(np.tile(rows(CFG.hidden_size, 4), (8, 1))[:33]), jnp.arange(33, dtype=jnp.int32)
+    of_heads = jnp.asarray(np.tile(rows(CFG.num_attention_heads * CFG.head_dim, 5), (8, 1))[:33])
+    dense_ = jax.jit(lambda x: linear(x, p["attn"]["wq_a"]))
+    grouped = jax.jit(lambda x: product(x, p["attn"]["wo_a"], groups=CFG.o_groups))
+    experts = jax.jit(lambda x, tokens: moe(p["ffn"], x, tokens, CFG)[0])
+    for run, args in ((dense_, (x,)), (grouped, (of_heads,)), (experts, (x, tokens))):
+        (whole,) = jax.tree.leaves(run(*args))
+        for first, size in ((0, 1), (7, 2), (16, 8), (3, 9), (0, 17)):
+            (part,) = jax.tree.leaves(run(*(arg[first : first + size] for arg in args)))
+            np.testing.assert_array_equal(part, whole[first : first + size])
+
+
+@pytest.mark.slow
+def test_chunks_neighbours_hits_and_preemption_change_no_bit() -> None:
+    cfg = dataclasses.replace(
+        CFG, hca_ratio=8, sliding_window=6, num_mtp_layers=0, index_topk=3, max_position_embeddings=64, vocab_size=64
+    )
+    params, rng = as_released(model.init_params(cfg, 0, "released")), np.random.default_rng(0)
+    layout = CacheLayout(cfg, block_tokens=8, numerics="released")
+    runner = testing.StepRunner(model.forward, params, layout)
+    prompts = [rng.integers(0, cfg.vocab_size, n).tolist() for n in (37, 21, 5)]
+    testing.assert_chunking_invariant(runner, prompts[0])
+    testing.assert_batch_invariant(runner, prompts)
+    seen = testing.assert_serving_invariant(runner, mixes=2)
+    assert seen["preemptions"] and seen["hits on the device"] and seen["comparisons"] > 5
+    assert runner.executables == 1

@@ -12,9 +12,11 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
+from .experts import Matrix
+from .released import as_released
 from .rows import E2M1
 
-__all__ = ["add_products", "dense", "expert_product", "parts_of"]
+__all__ = ["add_products", "dense", "expert", "expert_product", "parts_of", "swiglu"]
 
 DEPTH, BLOCK = 32, 128  # columns of a product of the unit; of a scale
 BITS = 13  # behind the point
@@ -110,3 +112,44 @@ def expert_product(
     assert (widened.astype(np.float64) == signed).all(), "a code was lost"
     of_rows = np.exp2(block.reshape(len(codes), -1)).astype(np.float32)
     return dense(x, row_scales, widened.view(np.uint8), of_rows, parts=1, promote=promote)
+
+
+def exp(x: np.ndarray) -> np.ndarray:
+    """e^x of float32 x <= 0, every step rounded to float32: `exact_exp` of csrc/common/row_math.cuh."""
+    f = np.float32
+    n = np.round(np.maximum(x, f(-88)) * f(1.4426950408889634))
+    r = np.maximum(x, f(-88)) - n * f(0.693359375) - n * f(-2.12194440e-4)
+    series = np.full_like(r, f(1 / 5040))
+    for factorial in (720, 120, 24, 6, 2, 1, 1):
+        series = series * r + f(1 / factorial)
+    with np.errstate(invalid="ignore"):
+        out = series * np.exp2(n).astype(f)
+    return np.where(x < f(-87), f(0), out)
+
+
+def swiglu(gate: np.ndarray, up: np.ndarray, limit: float, share: np.ndarray | np.float32) -> np.ndarray:
+    """float32, every step rounded; bf16 comes out. NaN stays."""
+    gate, up = np.minimum(gate, np.float32(limit)), np.clip(up, -np.float32(limit), np.float32(limit))
+    e = exp(-np.abs(gate))
+    silu = np.where(gate < 0, gate * e, gate) / (np.float32(1) + e)
+    return (silu * up * share).astype(ml_dtypes.bfloat16)
+
+
+def expert(x: np.ndarray, share: np.ndarray | np.float32, matrices: dict[str, Matrix], limit: float) -> np.ndarray:
+    """bf16 rows [T, hidden] and float32 shares, [T, 1] or one, through an expert as released: [T, hidden] float32.
+
+    Its first two matrices are widened, or not, as the one that they are when they are packed.
+    """
+    gate_up = tuple(np.concatenate([matrices[name][i] for name in ("gate", "up")]) for i in (0, 1))
+    both = _rounded_product(x, *gate_up)
+    gate, up = both[:, : len(both[0]) // 2], both[:, len(both[0]) // 2 :]
+    return _rounded_product(swiglu(gate, up, limit, share), *matrices["down"])
+
+
+def _rounded_product(x: np.ndarray, codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Rows of bf16, rounded to e4m3, times a matrix; rounded to bf16, as float32."""
+    known = np.where(np.isnan(x), 0, x).astype(np.float32)
+    of_rows, row_scales = as_released(known)
+    of_rows = np.where(np.isnan(x), np.uint8(E4M3_NAN), of_rows)
+    sums = expert_product(of_rows, np.exp2(row_scales.astype(np.float32) - 127), codes, scales)
+    return sums.astype(ml_dtypes.bfloat16).astype(np.float32)
