@@ -11,9 +11,15 @@ the products give depends on no executable either; that of norms and of the stre
 
 from __future__ import annotations
 
-import jax
+import warnings
+from typing import Any
 
+import jax
+import numpy as np
+
+from ..errors import PerformanceWarning
 from ..formats.weights import WEIGHT_FORMATS
+from ..formats.weights.fp4_e4m3 import MAX_SPAN, TILE_COLUMNS, spans
 from .weights.params import Params, is_leaf
 from .weights.quantised import Quantised
 
@@ -25,16 +31,34 @@ def as_released(params: Params) -> Params:
 
     Args:
         params: as `load_hf(weights="released")` gives them, neither stacked nor packed.
+
+    Warns:
+        PerformanceWarning: the FP4 scales of a matrix are too far apart to be widened without loss. It is multiplied
+            exactly all the same, in more time; the message names the widest place of the tensor.
     """
 
-    def laid(leaf: jax.Array | Quantised) -> jax.Array | Quantised:
+    def laid(path: Any, leaf: jax.Array | Quantised) -> jax.Array | Quantised:
         if not isinstance(leaf, Quantised) or leaf.format.rows == "e4m3":
             return leaf
-        form = WEIGHT_FORMATS[f"{leaf.format.name}_e4m3"]
-        parts = jax.jit(lambda *parts: form.codec.pack(*leaf.format.codec.unpack(*parts)))(*leaf.parts)
+        form, of_fp4 = WEIGHT_FORMATS[f"{leaf.format.name}_e4m3"], leaf.format.name == "fp4"
+
+        @jax.jit
+        def packed(*parts: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+            given = leaf.format.codec.unpack(*parts)
+            return form.codec.pack(*given), spans(*given) if of_fp4 else None
+
+        parts, apart = packed(*leaf.parts)
+        if apart is not None and (widest := int(apart.max())) > MAX_SPAN:
+            *matrix, row, block = (int(i) for i in np.unravel_index(int(apart.argmax()), apart.shape))
+            warnings.warn(
+                f"{jax.tree_util.keystr(path)}: matrix {matrix}, row {row}, columns from {block * TILE_COLUMNS} on: "
+                f"FP4 scales 2^{widest} apart, at most 2^{MAX_SPAN} is widened without loss; products take longer",
+                PerformanceWarning,
+                stacklevel=3,
+            )
         return Quantised(parts, form, leaf.whole_rows)
 
-    return jax.tree.map(laid, params, is_leaf=is_leaf)
+    return jax.tree_util.tree_map_with_path(laid, params, is_leaf=is_leaf)
 
 
 def is_released(params: Params) -> bool:

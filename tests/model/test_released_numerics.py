@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 
 from dsv4_jax import CacheLayout, model, testing
+from dsv4_jax.errors import PerformanceWarning
+from dsv4_jax.formats.weights import WEIGHT_FORMATS, fp4
 from dsv4_jax.model.moe import moe
 from dsv4_jax.model.numerics import linear, product
 from dsv4_jax.model.released import as_released, is_released
 from dsv4_jax.model.uncached import forward_uncached
+from dsv4_jax.model.weights.quantised import Quantised
 from dsv4_jax.ops.hyper_connection import Written, connection_vector, hyper_connection
 
 from ..oracle import dense, released
@@ -44,6 +47,18 @@ def test_holds_the_same_weights(both) -> None:
     a, b = (p["layers"][1]["ffn"]["experts"]["gate_up"] for p in both)
     np.testing.assert_array_equal(a.decode(), b.decode())
     assert plain["layers"][0]["attn"]["wkv"].format.rows == "bf16"
+
+
+def test_what_cannot_be_widened_is_named() -> None:
+    codes, scales = fp4.encode(jax.random.normal(jax.random.key(0), (3, 64, 256)))
+    scales = scales.at[2, 7, 5].set(scales[2, 7, 4] - 20)
+    codes = codes.at[2, 7].set(0x11)
+    scales = scales.at[2, 7, 6:].set(scales[2, 7, 4])
+    down = Quantised(fp4.pack(codes, scales), WEIGHT_FORMATS["fp4"])
+    message = r"\['layers'\]\[0\]\['down'\]: matrix \[2\], row 7, columns from 128 on: FP4 scales 2\^20 apart"
+    with pytest.warns(PerformanceWarning, match=message):
+        got = as_released({"layers": [{"down": down}]})["layers"][0]["down"]
+    np.testing.assert_array_equal(got.decode(), down.decode())
 
 
 def test_products_are_fake_quantised(both) -> None:
