@@ -226,7 +226,7 @@ def test_sizes_that_nothing_can_be_trained_with(example: ModuleType, sizes: dict
 
 
 def test_a_run_that_is_not_there_is_not_exported(example: ModuleType, tmp_path) -> None:
-    with pytest.raises(SystemExit, match="--run: .*nothing has no state of a run"):
+    with pytest.raises(SystemExit, match=r"--run: .*nothing has no state of a run"):
         example.main(["export", "--toy", "--run", str(tmp_path / "nothing"), "--to", str(tmp_path / "to")])
     assert not any(tmp_path.iterdir())
 
