@@ -279,7 +279,7 @@ MADE: dict[str, Callable[[dict[str, Any]], str]] = {
     "kinds": _kinds,
     "kl": _interval(".2e", "kl"),
     "loss": _interval(".4f", "loss"),
-    "head": lambda row: {"dspark": "DSpark"}.get(row.get("head"), "MTP"),
+    "head": lambda row: "DSpark" if row.get("head") == "dspark" else "MTP",
     "host": lambda row: ", ".join(f"{name} {number(us)}" for name, us in (row.get("host_us") or {}).items()),
     "limits": lambda row: _joined(row, " / ", "required_over_floor", "goal_over_floor", "required_ms", "goal_ms"),
     "load": lambda row: _joined(row, " to ", "load_from", "load_to"),

@@ -134,8 +134,15 @@ class Trainer:
     """The model, its optimiser, and one step of training."""
 
     def __init__(self, cfg: dsv4.DSV4Config | PlainConfig, recipe: Recipe):
+        """Raises `SystemExit`: the recipe has a size that the model cannot be trained with."""
         self.cfg, self.recipe = cfg, recipe
         plain = isinstance(cfg, PlainConfig)
+        for name in ("steps", "batch", "length", "blocks"):
+            if (size := getattr(recipe, name)) < 1:
+                raise SystemExit(f"--{name}: must be at least 1, got {size}")
+        window = 1 if isinstance(cfg, PlainConfig) else cfg.sliding_window
+        if recipe.length % window:
+            raise SystemExit(f"--length: must be a multiple of the window of {window}, got {recipe.length}")
         # Where the stacks' arrays go; what is not trained is in it: hash tables, or the backbone of stages that draft.
         self.tree = small_model.plain_draw(cfg, recipe.seed) if plain else small_model.draw(cfg, recipe.seed)
         self.optimiser = _optimiser(recipe, small_model.stack(cfg, self.tree))
@@ -497,6 +504,8 @@ def main(argv: list[str] | None = None) -> int:
         if args.model == "plain" or (args.start is None and not args.toy):
             raise SystemExit("--drafts: the stages of a V4 that is trained already, give --start")
         cfg = small_model.with_drafts(cfg)
+    if args.command == "export" and not (run / "state").is_dir():
+        raise SystemExit(f"--run: {run} has no state of a run")
     trainer = Trainer(cfg, recipe)
     if args.command == "export":
         import orbax.checkpoint as ocp

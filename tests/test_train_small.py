@@ -211,6 +211,26 @@ def test_stages_that_draft_are_trained_beside_a_backbone_that_stays(
     assert float(jnp.abs(params["mtp"][2]["markov"]["w2"]).max()) > 0  # they begin at zero
 
 
+@pytest.mark.parametrize(
+    ("sizes", "problem"),
+    [
+        (dict(steps=0), "--steps: must be at least 1, got 0"),
+        (dict(blocks=0), "--blocks: must be at least 1, got 0"),
+        (dict(length=40), "--length: must be a multiple of the window of 16, got 40"),
+    ],
+)
+def test_sizes_that_nothing_can_be_trained_with(example: ModuleType, sizes: dict[str, int], problem: str) -> None:
+    recipe = example.Recipe(**{"steps": 1, "batch": 1, "length": 32, **sizes})
+    with pytest.raises(SystemExit, match=problem):
+        example.Trainer(tiny(AttentionType.SWA), recipe)
+
+
+def test_a_run_that_is_not_there_is_not_exported(example: ModuleType, tmp_path) -> None:
+    with pytest.raises(SystemExit, match=r"--run: .*nothing has no state of a run"):
+        example.main(["export", "--toy", "--run", str(tmp_path / "nothing"), "--to", str(tmp_path / "to")])
+    assert not any(tmp_path.iterdir())
+
+
 def test_the_small_model_has_its_size(model: ModuleType) -> None:
     cfg, plain = model.small_config(), model.plain_specs(model.PlainConfig())
     specs = dsv4.model.param_specs(cfg, drafts=True)

@@ -124,25 +124,25 @@ def knowing_pairs(params: model.Params, texts: list[list[int]]) -> tuple[DSV4Con
 
 @pytest.mark.slow
 def test_text_is_the_same_with_drafts_by_dspark(params: model.Params) -> None:
-    """Greedy and sampled, one step a call and several, of drafts that are kept in part."""
+    """Greedy and sampled, of drafts that are kept in part."""
     prompts = [SMALL_TEXT[:378].tolist(), SMALL_TEXT[[*range(260), *range(300, 418)]].tolist()]
 
-    def written(cfg: DSV4Config, params: model.Params, **options: Any) -> tuple[list[list[int]], list[int]]:
-        drafts = options.get("drafts", 0)
+    def written(cfg: DSV4Config, params: model.Params, drafts: int = 0) -> tuple[list[list[int]], int]:
         layout = CacheLayout(cfg, **ROWS, draft_tokens=drafts, include_drafts=drafts > 0)
-        size = plan_capacity(layout, max_requests=2, max_context=512)
-        manager, cache, kept = KVCacheManager(layout, size), init_cache(layout, size), list[int]()
-        options["on_step"] = lambda brought: kept.extend(len(tokens) for tokens in brought.tokens.values() if tokens)
-        return model.generate(params, cache, manager, prompts, max_new_tokens=24, **options)[0], kept
+        size, limits = plan_capacity(layout, max_requests=2, max_context=512), Limits(patience=PATIENCE, lease=PATIENCE)
+        chosen = Sampling(), Sampling(0.8, top_p=0.95, seed=5)
+        with Engine.of(params, layout, size, drafts=drafts, chunk_tokens=160, limits=limits) as engine:
+            asked = [
+                engine.add(Prompt(tokens=prompt, max_new_tokens=24, sampling=how))
+                for prompt, how in zip(prompts, chosen, strict=True)
+            ]
+            return [each.result(PATIENCE).tokens for each in asked], engine.stats().counts["steps"]
 
-    for sampling in (Sampling(), Sampling(0.8, top_p=0.95)):
-        expected, _ = written(CFG, params, sampling=sampling, seed=5)
-        cfg, given = knowing_pairs(params, expected)
-        for drafts, steps in ((5, 1), (3, 2)):
-            text, kept = written(cfg, given, drafts=drafts, decode_steps=steps, sampling=sampling, seed=5)
-            assert text == expected
-            calls = len(kept) - len(prompts)  # the first token of each comes with its prompt
-            assert 1.3 * steps < (sum(kept) - len(prompts)) / calls < steps * (1 + drafts), kept
+    expected, steps = written(CFG, params)
+    cfg, given = knowing_pairs(params, expected)
+    text, fewer = written(cfg, given, 5)
+    assert text == expected and [len(each) for each in text] == [24, 24]
+    assert 0 < fewer < steps / 1.3, (fewer, steps)
 
 
 def _through_engines(params: model.Params, prompts: list[list[int]]) -> dict[str, list[list[int]]]:
