@@ -4,10 +4,11 @@
 
 `tensor`, `more`, `data`: all layers, as `bench model` times them: heads and experts split, one request, plain and with
 one to three drafts in loops of eight steps; the same in a loop, eight requests, single steps with a draft; experts
-split. `first`: of these what matters most, `mixed`: pairs of devices with the same requests, `prefill`: chunks of 4,096
-tokens at the beginning and at the end of 65,536. Weights are drawn once for each split. `equal`: first layers, decode and wide steps, both splits: logits and
-cache bytes against one device. The file is written after every measurement; when so many seconds have gone by, nothing
-more is begun. With `--brief` the steps' times alone are taken: no floors, no kernels.
+split. `first`: of these what matters most. `mixed`: two data shards, each of which splits heads. `prefill`: chunks of
+4,096 tokens at the end and at the beginning of 65,536. Weights are drawn once for each split. `equal`: first layers,
+decode and wide steps, all splits: logits and cache bytes against one device. The file is written after every
+measurement; when so many seconds have gone by, nothing more is begun. With `--brief` the steps' times alone are taken:
+no floors, no kernels.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ What `make test` runs: on Python 3.12 every test that is not marked slow, and of
 cases as show each value of each of them; on the others, of the rooms in `VERSION_ROOMS`, which may differ with Python
 or jax, the first case of each test. A test marked every_case has all of its cases wherever it runs. RUN_SLOW=1
 (`make test-all`) runs everything on every Python.
-Tests run on the CPU unless JAX_PLATFORMS says otherwise: `JAX_PLATFORMS=cuda,cpu pytest -m gpu`. Of several GPUs each of
-xdist's processes sees the one that stands at its place in DSV4_TEST_GPUS, such as "0,0,1,1".
+Tests run on the CPU unless JAX_PLATFORMS says otherwise: `JAX_PLATFORMS=cuda,cpu pytest -m gpu`. Of several GPUs each
+of xdist's processes sees the one that stands at its place in DSV4_TEST_GPUS, such as "0,0,1,1".
 """
 
 from __future__ import annotations
