@@ -101,8 +101,8 @@ apart() {
 
 together() {
   export XLA_PYTHON_CLIENT_MEM_FRACTION=0.92
-  [ "$n" = 2 ] || tests exchange 60 -p no:xdist -k "not sanitizer" tests/cuda/test_exchange.py
-  shown=' us |GB/s' TAIL=30 run exchange-times 60 "$python" benchmarks/bench_exchange.py --model "$model" --parts sizes \
+  [ "$n" = 2 ] || tests exchange 45 -p no:xdist -k "not sanitizer" tests/cuda/test_exchange.py
+  shown=' us |GB/s' TAIL=30 run exchange-times 45 "$python" benchmarks/bench_exchange.py --model "$model" --parts sizes \
     --sizes $sizes --forms $forms --json "$OUT/exchange.json"
   shown='^==| ms|failed$|Error' TAIL=60 run mesh "$((until - SECONDS))" "$python" benchmarks/bench_mesh.py --model "$model" --devices "$n" \
     --brief --stages "${STAGES:-first,dspark,data,mixed,prefill,more}" --limit "$((until - SECONDS - 20))" --json "$OUT/mesh.json"
@@ -115,19 +115,19 @@ bits() {
   local splits=("1 $n" "$n 1") split
   [ "$n" = 2 ] || splits+=("2 $((n / 2))")
   [ "$model" != tiny ] || splits=("2 $((n / 2))")  # fake devices share the cores of one machine
-  [ "$n" = 2 ] || tests several 150 -p no:xdist -k several tests/model/test_mesh.py tests/test_context.py &
-  for split in "${splits[@]}"; do
+  for split in "${splits[@]}"; do  # two side by side: the whole of it on one GPU takes 20 GB
     read -r data tensor <<< "$split"
-    run "soak-$data-$tensor" 200 "${soak[@]}" --data "$data" --tensor "$tensor" --json "$rest/soak-$data-$tensor.json" &
+    run "soak-$data-$tensor" 120 "${soak[@]}" --data "$data" --tensor "$tensor" --json "$rest/soak-$data-$tensor.json" &
+    [ "$tensor" = "$n" ] || wait
   done
-  wait
+  [ "$n" = 2 ] || tests several 100 -p no:xdist -k several tests/model/test_mesh.py tests/test_context.py
   shown='^==|differ|failed$|Error' run equal 90 "$python" benchmarks/bench_mesh.py --model "$model" --devices "$n" --brief --stages equal \
     --json "$OUT/equal.json"
   for ((gpu = 0; gpu < n; ++gpu)); do extras "$gpu" & done
   wait
 }
 
-checkpoint() {  # LAYERS of the model in memory (43 of Flash: 160 GB), written once, loaded to all; and `generate` over them
+checkpoint() {  # LAYERS of the model, as many as one GPU holds, written to memory, loaded to one and to all; `generate` over them
   XLA_PYTHON_CLIENT_PREALLOCATE=false TAIL=25 shown='GB|equal|WRONG|token' run generate 590 "$python" benchmarks/generate_mesh.py \
     --model "$model" --layers "${LAYERS:-$drawn}" --devices "$n" --folder "${FOLDER:-/dev/shm}" --json "$rest/generate.json"
 }
