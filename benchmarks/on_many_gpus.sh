@@ -16,7 +16,7 @@ python=${PYTHON:-python3} model=${MODEL:-flash} limit=${LIMIT:-500} until=${LIMI
 rest=$(mktemp -d)
 mkdir -p "$OUT"
 if [ "$model" = tiny ]; then
-  n=${N:-4} layers=2 drawn=2 steps=${STEPS:-40} every=20 memory=22000
+  n=${N:-4} layers=2 drawn=2 steps=${STEPS:-120} every=40 memory=22000
   export JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=$n
   alone=(tests/cuda/test_exchange.py tests/cuda/test_append.py) forms=XLA sizes=16,64
 else
