@@ -1,6 +1,7 @@
 """The exchange between GPUs (csrc/exchange/exchange.cu) against XLA's collectives. Needs two GPUs or more.
 
-    python benchmarks/bench_exchange.py [--json FILE] [--sizes 512,16,128,1024,2048] [--parts sizes,wo_b] [--quick]
+    python benchmarks/bench_exchange.py [--json FILE] [--sizes 512,16,128,1024,2048] [--parts sizes,wo_b]
+        [--forms ours,launched,flags,packets,XLA]
 
 A time is that of one exchange among many in one executable, each the operand of the next: the difference between a long
 chain and a short one, over the difference in length. A size is what a GPU sends to one other, in KiB. The ceiling is a
@@ -14,7 +15,9 @@ depends on the number of devices. Flash's sizes, FP8, us of a layer, weights of 
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -41,6 +44,7 @@ AXIS = "devices"
 SHORT, LONG = 20, 120  # exchanges in a chain
 CALLS, REPEATS = 6, 7
 MAX_PACKETS = 512  # KiB
+FORMS = ("ours", "launched", "flags", "packets", "XLA")
 MATRICES = 8  # of wo_b in turn: 270 MB, more than an L2 holds
 Step = Callable[[jax.Array], jax.Array]
 
@@ -116,18 +120,22 @@ def copy_ceiling(devices: list[jax.Device]) -> float:
     return x.nbytes / min(times) / 1e9
 
 
-def measure_sizes(mesh: Mesh, sizes: list[int], quick: bool, ceiling: float, recorder: Recorder) -> None:
-    """Times exchanges of each size, ours in several forms and XLA's."""
-    n, opened = mesh.size, functools.partial(Exchange, mesh, AXIS, slot_bytes=4 << 20, channels=1, limit_s=5)
-    with opened() as chosen, opened(packet_bytes=0) as flags, opened(packet_bytes=4 << 20) as packets:
-        forms = {
-            "ours": (chosen, GPU_DECODE_OPTIONS),
-            "launched": (chosen, {"xla_gpu_graph_min_graph_size": 1 << 20}),
-            "flags": (flags, GPU_DECODE_OPTIONS),
-            "packets": (packets, GPU_DECODE_OPTIONS),
-        }
-        ways = {name: (steps(peers=each.peers, implementation="cuda"), how) for name, (each, how) in forms.items()}
-        ways |= {} if quick else {"XLA": (xla_steps(), {})}
+def measure_sizes(mesh: Mesh, sizes: list[int], asked: list[str], ceiling: float, recorder: Recorder) -> None:
+    """Times exchanges of each size in the forms that are asked for."""
+    n, buffers = mesh.size, functools.partial(Exchange, mesh, AXIS, slot_bytes=4 << 20, channels=1, limit_s=5)
+    packet_bytes: dict[str, dict[str, int]] = {"flags": {"packet_bytes": 0}, "packets": {"packet_bytes": 4 << 20}}
+    with contextlib.ExitStack() as stack:
+        opened: list[Exchange] = []
+        ways: dict[str, tuple[dict[str, tuple[int, Step]], dict[str, Any]]] = {}
+        for name in asked:
+            compiled: dict[str, Any] = (
+                {"xla_gpu_graph_min_graph_size": 1 << 20} if name == "launched" else GPU_DECODE_OPTIONS
+            )
+            if name == "XLA":
+                ways[name] = xla_steps(), {}
+                continue
+            opened.append(stack.enter_context(buffers(**packet_bytes.get(name, {}))))
+            ways[name] = steps(peers=opened[-1].peers, implementation="cuda"), compiled
         for kib in sizes:
             given = np.full((n * 64, kib * 4), 1e-3, np.float32)  # [64, ...] float32 on each
             x = jax.device_put(given, NamedSharding(mesh, P(AXIS)))
@@ -154,10 +162,10 @@ def measure_sizes(mesh: Mesh, sizes: list[int], quick: bool, ceiling: float, rec
                     )
                     print(
                         f"{kib:5} KiB {kind:25} {name:9} {us:6.2f} us  {row['gb_per_s']:5.0f} GB/s, "
-                        f"{row['gb_per_s'] / ceiling:.2f} of a copy {row.get('verdict', '')}",
+                        f"{row['gb_per_s'] / (ceiling or math.inf):.2f} of a copy {row.get('verdict', '')}",
                         flush=True,
                     )
-        for exchange in (chosen, flags, packets):
+        for exchange in opened:
             exchange.check()
 
 
@@ -206,7 +214,7 @@ def main() -> None:
     command.add_argument("--sizes", default="512,16,128,1024,2048", help="KiB from a GPU to one other")
     command.add_argument("--parts", default="sizes,wo_b")
     command.add_argument("--model", default="flash", help="tiny: wo_b at small sizes, on any devices")
-    command.add_argument("--quick", action="store_true", help="ours alone")
+    command.add_argument("--forms", default=",".join(FORMS), help="of sizes: ours, how else it could be, XLA's own")
     options = command.parse_args()
     mesh, device = jax.make_mesh((jax.device_count(),), (AXIS,)), jax_device()
     n, tiny = mesh.size, options.model == "tiny"
@@ -215,7 +223,10 @@ def main() -> None:
     recorder = Recorder(options.json, **device, ceilings={"peer_copy_gb_per_s": ceiling}, quick=tiny)
     print(f"{device['device']}; copy from one to another {ceiling:.0f} GB/s", flush=True)
     if "sizes" in options.parts.split(","):
-        measure_sizes(mesh, [int(kib) for kib in options.sizes.split(",")], options.quick, ceiling, recorder)
+        sizes, forms = [int(kib) for kib in options.sizes.split(",")], options.forms.split(",")
+        if unknown := {*forms} - {*FORMS}:
+            command.error(f"--forms: {', '.join(sorted(unknown))}, expected some of {', '.join(FORMS)}")
+        measure_sizes(mesh, sizes, forms, ceiling, recorder)
     if "wo_b" in options.parts.split(","):
         measure_wo_b(n, tiny, recorder)
 

@@ -1,13 +1,15 @@
 """A whole model over two GPUs or more: timed at full size, and equal to one, bit by bit. Needs that many devices.
 
-    python benchmarks/bench_mesh.py --json mesh.json [--devices 2] [--stages tensor,dspark,more,data] [--limit 250]
+    python benchmarks/bench_mesh.py --json mesh.json [--devices N] [--stages tensor,dspark,more,data] [--limit 250]
 
 `tensor`, `more`, `data`: all layers, as `bench model` times them: heads and experts split, one request, plain and with
 one to three drafts in loops of eight steps; the same in a loop, eight requests, single steps with a draft; experts
-split. `dspark`: loops with five and three drafts of DSpark's stages, then with one of the MTP layer, whose weights are
-drawn anew. Weights are drawn once for each split and draft head. `equal`: first layers, decode and wide steps, both
-splits: logits and cache bytes against one device. The file is written after every measurement; when so many seconds
-have gone by, nothing more is begun. With `--brief` the steps' times alone are taken: no floors, no kernels.
+split. `first`: of these what matters most. `dspark`: loops with five and three drafts of DSpark's stages, then with one
+of the MTP layer, whose weights are drawn anew. `mixed`: two data shards, each of which splits heads. `prefill`: chunks
+of 4,096 tokens at the end and at the beginning of 65,536. Weights are drawn once for each split and draft head. `equal`:
+first layers, decode and wide steps, all splits: logits and cache bytes against one device. The file is written after
+every measurement; when so many seconds have gone by, nothing more is begun. With `--brief` the steps' times alone are
+taken: no floors, no kernels.
 """
 
 from __future__ import annotations
@@ -93,7 +95,8 @@ def equal(model: str, devices: int, recorder: Recorder) -> None:
     tiny = model == "tiny"
     base = StepOptions(model=model, layers=2 if tiny else EQUAL_LAYERS, context=200 if tiny else 2048)
     alone, params, split = draw(base, recorder), None, None
-    for tensor, batch in ((devices, 1), (1, 4)) if tiny else ((devices, 1), (devices, 8), (1, 64)):
+    splits = [(devices, 1), (devices, 8), (1, 64)] + [(devices // 2, 8)] * (devices > 2)
+    for tensor, batch in ((devices, 1), (1, 4)) if tiny else splits:
         options = dataclasses.replace(base, devices=devices, tensor=tensor, batch=batch)
         if options.split != split:
             split, params = options.split, None
@@ -185,7 +188,7 @@ def chain_us(
 
 def main() -> None:
     command = parser(__doc__)
-    command.add_argument("--devices", type=int, default=2)
+    command.add_argument("--devices", type=int, default=jax.device_count(), help="of all, how many")
     command.add_argument("--stages", default="tensor,more,data")
     command.add_argument("--model", default="flash")
     command.add_argument("--layers", type=int)
@@ -209,12 +212,21 @@ def main() -> None:
         print(f"== {name}: {time.perf_counter() - start:.1f} s of {time.perf_counter() - begun:.0f}", flush=True)
 
     high = StepOptions(
-        model=args.model, devices=args.devices, layers=args.layers, context=8192, steps=20, brief=args.brief
+        model=args.model,
+        devices=args.devices,
+        layers=2 if tiny else args.layers,
+        context=8192,
+        steps=2 if tiny else 20,
+        brief=args.brief,
     )
     change = dataclasses.replace
     low, long = change(high, tensor=args.devices, batch=1, key_split="latency"), change(high, batch=64, context=ROUND)
     few = change(low, brief=True)
+    chunk, half = change(few, chunk=4096, context=4096), args.devices // 2
     cases = {
+        "first": [few, change(few, batch=8), change(few, loop=8, drafts=1)],
+        "mixed": [change(high, tensor=half, batch=batch, brief=True) for batch in (8, 64)] if half > 1 else [],
+        "prefill": [change(chunk, context=1 << 16), chunk],
         "tensor": [low, *(change(few, loop=8, drafts=drafts) for drafts in (1, 3, 2))],
         "dspark": [
             *(change(few, loop=8, drafts=drafts, draft_head="dspark") for drafts in (5, 3)),
@@ -250,7 +262,9 @@ def main() -> None:
             params.clear()
             attempt("equal", lambda: equal(args.model, args.devices, recorder))
         for case in cases.get(stage, ()):
-            options = change(case, context=256, batch=min(case.batch, 4)) if tiny else case
+            options = case
+            if tiny:
+                options = change(case, context=256, batch=min(case.batch, 4), chunk=min(case.chunk, 64))
             mtp = options.tensor > 1
             what = f"{options.batch} requests of {options.context}, loop {options.loop}, "
             what += f"{options.drafts} drafts by {options.draft_head}"

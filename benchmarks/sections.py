@@ -37,7 +37,7 @@ here measure the rest; `--help` of each says what and how, `--json FILE` writes 
 | `timeline.py`, `compile_step.py`, `beside.py` | when kernels of a step run; what XLA makes of a step |
 | `torch_ops.py` | the ops in plain torch, as a baseline |
 | `render.py` | this page, from records |
-| `on_gpu.sh`, `on_gpu_wheel.sh`, `on_two_gpus.sh` | all of it in order of worth |
+| `on_gpu.sh`, `on_gpu_wheel.sh`, `on_many_gpus.sh` | all of it in order of worth |
 """
 DETAIL = """\
 # Line by line

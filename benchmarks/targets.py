@@ -73,6 +73,7 @@ attend         | csa-flash  | 1: 15 13.0 13.0, 16: 25 18.2 18.2, 64: 50 44.5 44.
 moe            | flash      | 1: 40 27 45.3, 16: 370 310 412, 64: 860 750 972, 256: 1250 980 1440, 1024: 1900 1400 2023
 moe            | flash, half of the experts | 64: 542 473 613, 256: 670 525 772, 1024: 1499 1104 1596
 route          | flash      | 64: 6.0
+exchange       | sum_to_all, 16 KiB | 8: 5.0 3.9
 exchange       | sum_to_all, 512 KiB | 2: 10.0 6.0
 exchange       | all_gather, sum_to_owner, 512 KiB | 2: 10.0 6.0
 dense_fp8      | 32768x1024 | 1: 14.0 10.0 14.0, 16: 14.7 10.0 14.7, 64: 15.1 10.0 15.1, 256: - - 22.7
@@ -115,6 +116,11 @@ _MESHES = {
     ("flash", 43, 2, 1, 8192): (7.0, 4.5),
     ("flash", 43, 2, 64, 128 * 1024): (32.0, 24.0),
     ("flash", 43, 2, 256, 8192): (42.0, 30.0),
+    ("flash", 43, 4, 1, 8192): (3.6, 2.8),
+    ("flash", 43, 4, 64, 128 * 1024): (13.0, 10.0),
+    ("flash", 43, 8, 1, 8192): (3.0, 2.2),
+    ("flash", 43, 8, 256, 8192): (11.0, 8.0),
+    ("pro", 61, 8, 1, 8192): (7.5, 5.5),
 }
 # The same of steps with drafts, ms of a token that is emitted: by an MTP layer, and by DSpark of the number of drafts.
 _DRAFTS = {("flash", 43, 2, 1, 8192): (4.2, 2.7)}

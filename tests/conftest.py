@@ -1,10 +1,11 @@
-"""Strict JAX for every test, four CPU devices, programs compiled quickly and once, a reason for GPU tests not run.
+"""Strict JAX for every test, eight CPU devices, programs compiled quickly and once, a reason for GPU tests not run.
 
 What `make test` runs: on Python 3.12 every test that is not marked slow, and of one with several parameters as many
 cases as show each value of each of them; on the others, of the rooms in `VERSION_ROOMS`, which may differ with Python
 or jax, the first case of each test. A test marked every_case has all of its cases wherever it runs. RUN_SLOW=1
 (`make test-all`) runs everything on every Python.
-Tests run on the CPU unless JAX_PLATFORMS says otherwise: `JAX_PLATFORMS=cuda,cpu pytest -m gpu`.
+Tests run on the CPU unless JAX_PLATFORMS says otherwise: `JAX_PLATFORMS=cuda,cpu pytest -m gpu`. Of several GPUs each
+of xdist's processes sees the one that stands at its place in DSV4_TEST_GPUS, such as "0,0,1,1".
 """
 
 from __future__ import annotations
@@ -20,17 +21,20 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "DSV4_TEST_GPUS" in os.environ and "PYTEST_XDIST_WORKER" in os.environ:
+    own = os.environ["DSV4_TEST_GPUS"].split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = own[int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")) % len(own)]
 # Most of a test's time is compiling, and most of that LLVM's optimisations and, in the rooms `WHOLE_PROGRAMS`, MLIR's
 # fusion emitters, a pass manager for each fusion: the CPU does without them, except in `harness.optimised_write_step`
 # or if XLA_FLAGS asks for them. jax 0.12 has no other emitters.
-# Four devices for the sharding tests. One thread each: tests run in several processes already.
+# Eight devices for the sharding tests. One thread each: tests run in several processes already.
 os.environ["XLA_FLAGS"] = " ".join(
     [
         "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
         if os.environ["JAX_PLATFORMS"] == "cpu"
         else "",
         os.environ.get("XLA_FLAGS", ""),
-        "--xla_force_host_platform_device_count=4",
+        "--xla_force_host_platform_device_count=8",
         "--xla_cpu_multi_thread_eigen=false",
     ]
 ).strip()

@@ -224,9 +224,11 @@ def test_generate_draws_what_one_device_does() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
-def test_two_gpus_give_the_bits_of_one(tmp_path: pathlib.Path) -> None:
-    check(tmp_path, WIDE, model.init_params(WIDE, 0, "released"), (2, "pool"), (2, "tensor"))
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_several_gpus_give_the_bits_of_one(tmp_path: pathlib.Path, ranks: int) -> None:
+    if len(jax.devices()) < ranks:
+        pytest.skip(f"needs {ranks} devices")
+    check(tmp_path, WIDE, model.init_params(WIDE, 0, "released"), (ranks, "pool"), (ranks, "tensor"))
 
 
 @pytest.mark.parametrize("ranks", [2, 8])

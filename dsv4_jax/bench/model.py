@@ -76,8 +76,11 @@ TOKENS_A_STEP: Mapping[DraftHead, Mapping[int, float]] = {
 }
 # Beside weights and cache: temporaries, logits, what the allocator cannot use; and what a token of a chunk takes.
 _SPARE_BYTES, _TOKEN_BYTES = 1 << 30, 1 << 20
-# The tiny model in sizes that the released formats have.
+# The tiny model in sizes that the released formats have, and that divide by eight devices.
 _TINY: Mapping[str, Any] = dict(
+    num_attention_heads=16,
+    o_groups=8,
+    n_routed_experts=8,
     hidden_size=128,
     q_lora_rank=128,
     head_dim=64,

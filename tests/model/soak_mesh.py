@@ -76,6 +76,8 @@ SEEN = (
     "blocks in",
     "states in",
 )
+# Of a stage of transfers, and what they are called above.
+COPIES = {"swap_out": "blocks out", "snapshot": "states out", "swap_in": "blocks in", "restore": "states in"}
 
 
 @dataclasses.dataclass
@@ -176,7 +178,8 @@ class Load:
 
     def note(self, transfers: Transfers) -> None:
         for stage in list(transfers):
-            for name, plan in zip(("blocks out", "states out", "blocks in", "states in"), stage, strict=True):
+            for field, name in COPIES.items():
+                plan = getattr(stage, field)
                 self.seen[name] += 0 if plan is None else int((plan.device_ids > 0).sum())
 
 

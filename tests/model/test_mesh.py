@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import math
 import pathlib
 import threading
 import time
@@ -67,6 +68,7 @@ WIDE = dataclasses.replace(
     q_lora_rank=128,
     o_lora_rank=128,
     moe_intermediate_size=256,
+    o_groups=8,
     n_routed_experts=16,
     num_experts_per_tok=6,
 )
@@ -95,7 +97,7 @@ def run(params: Any, layout: CacheLayout, names: list[str], shards: list[int], m
     requests = []
     for manager, shard in zip(managers, shards, strict=True):
         rng = np.random.default_rng(shard)
-        prompts = (rng.integers(0, layout.cfg.vocab_size, n).tolist() for n in (14 + shard, 9))
+        prompts = (rng.integers(0, layout.cfg.vocab_size, n).tolist() for n in (14 + shard % 4, 9))
         requests.append([manager.admit_request(prompt, max_tokens=40) for prompt in prompts])
     outs = []
 
@@ -157,8 +159,9 @@ def check(params: model.Params, layout: CacheLayout, mesh: Any, *names: str) -> 
 
 
 @pytest.mark.slow
-def test_heads_and_experts_over_four_devices() -> None:
-    check(model.init_params(F32, 0), CacheLayout(F32), mesh_of(2, 2, explicit=True), "prefill", "loop")
+@pytest.mark.parametrize("split", [(2, 2), (4, 2), (8, 1)])
+def test_heads_and_experts_over_four_and_eight_devices(split: tuple[int, int]) -> None:
+    check(model.init_params(F32, 0), CacheLayout(F32), mesh_of(*split, explicit=True), "prefill", "loop")
 
 
 @pytest.mark.slow
@@ -181,9 +184,10 @@ def test_a_checkpoint_goes_to_the_devices_that_need_it(tmp_path: pathlib.Path) -
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("split", [(2, 1), (1, 2)])
-@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
-def test_two_gpus_give_the_bits_of_one(split: tuple[int, int]) -> None:
+@pytest.mark.parametrize("split", [(2, 1), (1, 2), (4, 1), (2, 2), (1, 4), (8, 1), (4, 2), (2, 4), (1, 8)])
+def test_several_gpus_give_the_bits_of_one(split: tuple[int, int]) -> None:
+    if len(jax.devices()) < math.prod(split):
+        pytest.skip(f"needs {math.prod(split)} devices")
     params, mesh = model.init_params(WIDE, 0, "released"), mesh_of(*split)
     check(params, CacheLayout(WIDE), mesh, "forward", "loop")
     drawn, spread = model.init_params(WIDE, 0, "released", mesh=mesh), model.shard_params(WIDE, params, mesh)

@@ -14,8 +14,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dsv4_jax.errors import ImplementationError, ShapeError
-from dsv4_jax.ops import all_gather, sum_to_all, sum_to_owner
-from dsv4_jax.ops.exchange import Peers, sum_in_pairs, using
+from dsv4_jax.ops import all_gather, registry, sum_to_all, sum_to_owner
+from dsv4_jax.ops.exchange import ONE_SHOT_BYTES, Peers, sum_in_pairs, using
 
 from .op_test import OpTest
 
@@ -45,10 +45,6 @@ class ExchangeTest(OpTest):
     mesh: Mesh
     axes: tuple[str, ...] = ("devices",)
     peers: Peers | None = None
-
-    @pytest.fixture(autouse=True)
-    def with_mesh(self) -> None:
-        self.mesh = jax.make_mesh((4,), self.axes, devices=jax.devices()[:4])
 
     def call(self, op: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         chosen = dict(peers=self.peers, implementation=self.implementation) | options
@@ -85,9 +81,40 @@ class ExchangeTest(OpTest):
         for device in np.asarray(self.call(sum_to_all)(x)):
             np.testing.assert_array_equal(device, whole)
 
+    @pytest.mark.parametrize("columns", [1024, 1023])
+    def test_a_large_sum_has_the_bits_of_a_small_one(self, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+        """Of which each device sums a share; shares need not be whole rows."""
+        n, rng = self.mesh.size, np.random.default_rng(columns)
+        x = (values(rng, (n, 131, columns)) * 10.0 ** rng.integers(-3, 3, (n, 1, 1))).astype(np.float32)
+        assert x[0].nbytes > ONE_SHOT_BYTES
+        kinds = self.noted(monkeypatch)
+        two = np.asarray(self.call(sum_to_all)(x))
+        assert kinds == (["sum_to_owner", "gather"] if n > 2 else ["sum_to_all"])
+        monkeypatch.setattr("dsv4_jax.ops.exchange.ONE_SHOT_BYTES", x.nbytes)
+        one = np.asarray(self.call(sum_to_all)(x))
+        assert kinds[-1] == "sum_to_all"
+        for device in range(n):
+            np.testing.assert_array_equal(two[device], one[device])
+            np.testing.assert_array_equal(two[device], sum_in_pairs(list(x)))
+
+    def noted(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        """Returns a list that the kinds of exchanges come into, as they are traced."""
+        kinds: list[str] = []
+
+        def run(op: str, arguments: Any, choice: Any) -> Any:
+            kinds.append(arguments.kind)
+            return registry.run(op, arguments, choice)
+
+        monkeypatch.setattr("dsv4_jax.ops.exchange.run", run)
+        return kinds
+
 
 class TestExchange(ExchangeTest):
     implementation = "xla"
+
+    @pytest.fixture(autouse=True, params=[2, 4, 8])
+    def with_mesh(self, request: pytest.FixtureRequest) -> None:
+        self.mesh = jax.make_mesh((request.param,), self.axes, devices=jax.devices()[: request.param])
 
     @pytest.mark.parametrize("axes", [("b",), ("a",), ("b", "a")])
     def test_devices_along_some_axes_in_their_order(self, axes: tuple[str, ...]) -> None:
