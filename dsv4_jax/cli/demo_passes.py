@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import pathlib
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from ..cache import init_cache
+from ..cache import KVCache, init_cache
 from ..capacity import capacity
 from ..config import AttentionType, DSV4Config
+from ..engine import Core, Drawn, Prompt, Shapes, Work, drive, shapes_of
 from ..errors import PlanError
 from ..layout import CacheLayout
 from ..manager import CachePolicy, KVCacheManager
+from ..manager.transfers import Transfers
 from ..model import Params, Sampling, forward, forward_uncached, generate, init_params, save_hf
 from ..output import check_output, open_output
 from ..text import Tokenizer
@@ -181,6 +184,51 @@ class Served(NamedTuple):
     decode_rate: float
 
 
+class _Watched:
+    """Runs `forward` and keeps every logit. What it samples is the likeliest token, or what the script has there."""
+
+    def __init__(
+        self,
+        params: Params,
+        cache: KVCache,
+        shapes: Shapes,
+        script: Sequence[Sequence[int]],
+        compiler_options: dict[str, int] | None,
+    ):
+        self.params, self.cache, self.shapes = params, cache, shapes
+        self.script = dict[Hashable, Sequence[int]](enumerate(script))
+        self.logits = collections.defaultdict[Hashable, list[np.ndarray]](list)  # of each request, by its id
+        self.fed, self.seconds = {"mixed": 0, "decode": 0}, {"mixed": 0.0, "decode": 0.0}
+        self._step = jax.jit(forward, donate_argnames="cache", compiler_options=compiler_options)
+
+    def check(self, prompt: Prompt) -> None:
+        """Everything can be asked for."""
+
+    def move(self, transfers: Sequence[Transfers]) -> None:
+        """There are no tiers."""
+
+    def recover(self) -> None:
+        """What fails ends the demo."""
+
+    def send(self, work: Work) -> _Watched:
+        began, (plan,), (rows,) = time.perf_counter(), work.plans, work.rows
+        logits, self.cache = self._step(self.params, self.cache, plan.pack(), work.tokens)
+        logits, drawn = np.asarray(logits), list[list[int]]()
+        if rows:  # else it was to compile
+            self.seconds[work.kind] += time.perf_counter() - began
+        for row, first, start in zip(rows, plan.seq_first.tolist(), plan.seq_start.tolist(), strict=False):
+            mine, place = logits[first : first + row.count], start + row.count
+            known = self.script.get(row.prompt.id, ())
+            drawn.append([known[place] if place < len(known) else int(mine[-1].argmax())])
+            self.logits[row.prompt.id].append(mine)
+            self.fed[work.kind] += row.count
+        self._drawn = Drawn([drawn])
+        return self
+
+    def get(self) -> Drawn:
+        return self._drawn
+
+
 def serve(
     params: Params,
     layout: CacheLayout,
@@ -202,41 +250,24 @@ def serve(
         compiler_options: of `jax.jit`.
     """
     plan = capacity(layout, max_requests=len(prompts), max_context=max(map(len, prompts)) + new_tokens)
-    manager, cache = KVCacheManager(layout, plan.size), init_cache(layout, plan.size)
-    step = jax.jit(forward, donate_argnames="cache", compiler_options=compiler_options)
-    chunk = min(max(chunk, len(prompts)), sum(map(len, prompts)))
-    prefill = manager.pinned_shape(len(prompts), chunk, history=True)
-    # Where nothing is timed, one executable does: decodes are padded to it.
-    shapes = {False: prefill, True: prefill if script else manager.pinned_shape(len(prompts))}
-    for shape in set(shapes.values()):  # a step of padding compiles
-        empty = manager.plan_step([], shape=shape)
-        _, cache = step(params, cache, empty.pack(), manager.plan_tokens(empty))
-
-    requests = [manager.admit_request(list(prompt)) for prompt in prompts]
-    lengths = [len(prompt) + new_tokens for prompt in prompts]
-    seen: list[list[np.ndarray]] = [[] for _ in prompts]
-    seconds, fed = {True: 0.0, False: 0.0}, {True: 0, False: 0}
-    while scheduled := manager.schedule(chunk):
-        start = time.perf_counter()
-        decoding = all(count == 1 for _, count in scheduled)
-        planned = manager.plan_step(scheduled, shape=shapes[decoding])
-        logits, cache = step(params, cache, planned.pack(), manager.plan_tokens(planned))
-        rows = np.asarray(logits)
-        seconds[decoding] += time.perf_counter() - start
-        fed[decoding] += sum(count for _, count in scheduled)
-        first = 0
-        for request, count in scheduled:
-            i = requests.index(request)
-            seen[i].append(rows[first : first + count])
-            first += count
-            if not request.num_pending and len(request.tokens) < lengths[i]:
-                request.tokens.append(script[i][len(request.tokens)] if script else int(seen[i][-1][-1].argmax()))
-                on_tokens(1)
-    sequences = [list(request.tokens) for request in requests]
-    for request in requests:
-        manager.release_request(request)
-    rates = [fed[kind] / seconds[kind] if seconds[kind] else 0.0 for kind in (False, True)]
-    return Served(sequences, [np.concatenate(chunks) for chunks in seen], *rates)
+    manager = KVCacheManager(layout, plan.size)
+    shapes = shapes_of([manager], min(max(chunk, len(prompts)), sum(map(len, prompts))))
+    if script is not None:  # nothing is timed, and one executable does: decodes are padded to it
+        shapes = shapes._replace(decode=shapes.mixed)
+    core, cache = Core(manager, shapes, ahead=False), init_cache(layout, plan.size)
+    device = _Watched(params, cache, shapes, script or (), compiler_options)
+    for work in core.warm_up(draws=False):
+        device.send(work)
+    sequences: dict[Hashable, list[int]] = {i: list(prompt) for i, prompt in enumerate(prompts)}
+    for i, prompt in enumerate(prompts):  # and one more token, as what is sampled last is never fed
+        core.add(Prompt(tokens=prompt, max_new_tokens=new_tokens + 1, id=i), 0.0)
+    for turn in drive(core, device):
+        for output in turn.outputs:
+            sequences[output.id] += output.tokens
+        on_tokens(sum(output.finish is None for output in turn.outputs))
+    rates = [device.fed[kind] / seconds if seconds else 0.0 for kind, seconds in device.seconds.items()]
+    logits = [np.concatenate(device.logits[i]) for i in sequences]
+    return Served([text[:-1] for text in sequences.values()], logits, *rates)
 
 
 def without_cache(
