@@ -2,14 +2,14 @@
 
     python benchmarks/bench_mesh.py --json mesh.json [--devices N] [--stages tensor,dspark,more,data] [--limit 250]
 
-`tensor`, `more`, `data`: all layers, as `bench model` times them: heads and experts split, one request, plain and with
-one to three drafts in loops of eight steps; the same in a loop, eight requests, single steps with a draft; experts
-split. `first`: of these what matters most. `dspark`: loops with five and three drafts of DSpark's stages, then with one
-of the MTP layer, whose weights are drawn anew. `mixed`: two data shards, each of which splits heads. `prefill`: chunks
-of 4,096 tokens at the end and at the beginning of 65,536. Weights are drawn once for each split and draft head. `equal`:
-first layers, decode and wide steps, all splits: logits and cache bytes against one device. The file is written after
-every measurement; when so many seconds have gone by, nothing more is begun. With `--brief` the steps' times alone are
-taken: no floors, no kernels.
+`tensor`, `more`, `data`: all layers, as `bench model` times them: heads and experts split, one request, plain and
+with one to three drafts in loops of eight steps; the same in a loop, eight requests, single steps with a draft;
+experts split. `first`: of these what matters most. `dspark`: loops with five and three drafts of DSpark's stages,
+then with one of the MTP layer, whose weights are drawn anew. `mixed`: two data shards, each of which splits heads.
+`prefill`: chunks of 4,096 tokens at the end and at the beginning of 65,536. Weights are drawn once for each split and
+draft head. `equal`: first layers, decode and wide steps, all splits: logits and cache bytes against one device. The
+file is written after every measurement; when so many seconds have gone by, nothing more is begun. With `--brief` the
+steps' times alone are taken: no floors, no kernels.
 """
 
 from __future__ import annotations
