@@ -1,13 +1,13 @@
 """A whole model over two GPUs or more: timed at full size, and equal to one, bit by bit. Needs that many devices.
 
-    python benchmarks/bench_mesh.py --json mesh.json [--devices 2] [--stages tensor,dspark,more,data] [--limit 250]
+    python benchmarks/bench_mesh.py --json mesh.json [--devices 2] [--stages tensor,more,data] [--limit 250]
 
 `tensor`, `more`, `data`: all layers, as `bench model` times them: heads and experts split, one request, plain and with
 one to three drafts in loops of eight steps; the same in a loop, eight requests, single steps with a draft; experts
-split. `dspark`: loops with five and three drafts of DSpark's stages, then with one of the MTP layer, whose weights are
-drawn anew. Weights are drawn once for each split and draft head. `equal`: first layers, decode and wide steps, both
-splits: logits and cache bytes against one device. The file is written after every measurement; when so many seconds
-have gone by, nothing more is begun. With `--brief` the steps' times alone are taken: no floors, no kernels.
+split. `dspark`, if named: loops with five and three drafts of DSpark's stages, then with one of the MTP layer, whose
+weights are drawn anew. Weights are drawn once for each split and draft head. `equal`: first layers, decode and wide
+steps, both splits: logits and cache bytes against one device. The file is written after every measurement; when so many
+seconds have gone by, nothing more is begun. With `--brief` the steps' times alone are taken: no floors, no kernels.
 """
 
 from __future__ import annotations
