@@ -1,6 +1,6 @@
 """A whole model over two GPUs or more: timed at full size, and equal to one, bit by bit. Needs that many devices.
 
-    python benchmarks/bench_mesh.py --json mesh.json [--devices N] [--stages tensor,dspark,more,data] [--limit 250]
+    python benchmarks/bench_mesh.py --json mesh.json [--devices N] [--stages tensor,more,data] [--limit 250]
 
 `tensor`, `more`, `data`: all layers, as `bench model` times them: heads and experts split, one request, plain and
 with one to three drafts in loops of eight steps; the same in a loop, eight requests, single steps with a draft;

@@ -389,7 +389,7 @@ def test_an_engine_keeps_no_draft_that_is_unsure(params) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("least", [0.0, 0.5])
+@pytest.mark.parametrize("least", [0.0, 0.3])  # of the first drafts all are surer, of the second some are not
 def test_steps_by_the_standard_rule_draw_from_the_target(params, least) -> None:
     """The first two tokens of 20,480 requests, by whole steps: chi-square against the model without a cache.
 
