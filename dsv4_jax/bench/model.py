@@ -50,6 +50,7 @@ __all__ = [
     "FEW_REQUESTS",
     "TOKENS_A_STEP",
     "bytes_needed",
+    "chosen_draft_experts",
     "chosen_experts",
     "draft_floors",
     "exchanges",

@@ -82,6 +82,7 @@ class _StorageRead:
     calls: list[StoreCall]
     buffers: dict[str, np.ndarray]  # by scope: [n, record bytes]
     prefetch: Prefetch
+    waiting: list[_Lookup]  # of prompts that begin with what it brings
 
 
 class StorageDriver:
@@ -183,8 +184,8 @@ class StorageDriver:
     ) -> Prefetch:
         """Starts fetching what storage has of this prompt; `poll` goes on with it.
 
-        It asks the stores and returns at once, whatever they do. Raises `RequestError` (of what it was given), nothing
-        else.
+        It asks the stores and returns at once, whatever they do. If another prompt fetches what this one begins with,
+        it is done when that has come. Raises `RequestError` (of what it was given), nothing else.
         """
         digests = self.tier.digests(tokens, namespace=namespace, items=items)
         prefetch = Prefetch(done=not digests)
@@ -257,9 +258,15 @@ class StorageDriver:
             lambda keys: [key in snapshots for key in keys],
         )
         if not moves:
+            wanted = set(lookup.digests)
+            for read in self._reads:  # another prompt's, that brings the beginning of this one
+                if any(move.node.digest in wanted for move in read.moves):
+                    lookup.prefetch.done = False
+                    read.waiting.append(lookup)
+                    return
             return
         lookup.prefetch.done = False
-        read = _StorageRead(moves, [], {}, lookup.prefetch)
+        read = _StorageRead(moves, [], {}, lookup.prefetch, [])
         self._reads.append(read)  # whatever happens now, `poll` tells the manager what became of these moves
         for scope, store in self._calls.stores.items():
             keys = [move.key for move in moves if move.scope == scope]
@@ -286,10 +293,14 @@ class StorageDriver:
                 arrived.update(zip(moves, done, strict=True))
         except BaseException:
             self.tier.finish_reads(item.moves, [False] * len(item.moves), lost=False)
+            for lookup in item.waiting:
+                lookup.prefetch.done = True
             raise
         answered = {call.scope for call in item.calls if call.flags() is not None} == {m.scope for m in item.moves}
         self.tier.finish_reads(item.moves, [arrived.get(move, False) for move in item.moves], lost=answered)
         item.prefetch.records = sum(self._is_on_host(move) for move in item.moves)
+        for lookup in item.waiting:
+            self._fetch(lookup)  # what is left of it
         return dataclasses.replace(host, pages=pages)
 
     def _dealt_out(self, pool: jax.Array, moves: list[StorageMove]) -> tuple[np.ndarray, np.ndarray]:

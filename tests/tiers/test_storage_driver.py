@@ -174,6 +174,20 @@ def test_a_prompt_comes_back_from_storage(engine) -> None:
     assert engine.fetch(PROMPT) == 0  # all of it is nearer already
 
 
+def test_a_prompt_whose_beginning_another_one_fetches_waits_for_it(engine) -> None:
+    """It was told at once that nothing would come, and so computed what was on its way."""
+    stored_prompt(engine)
+    engine.manager.reset()
+    engine.fresh()
+    other = [*PROMPT[:32], 7, 7]
+    asked = [engine.driver.prefetch(PROMPT), engine.driver.prefetch(other)]
+    while not (asked[0].done and asked[1].done):
+        engine.host = engine.driver.poll(engine.host)
+        assert asked[0].done == asked[1].done, "whoever was answered first, both have to wait"
+    assert sorted(one.records for one in asked) == [0, 5], "of the one that the stores answered first"
+    assert engine.manager.admit_request(other).num_hit == 32
+
+
 def test_a_host_cache_smaller_than_its_managers_is_refused(engine) -> None:
     """It would give storage other records' bytes."""
     stored_prompt(engine)
