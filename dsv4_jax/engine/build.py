@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -37,6 +37,7 @@ from .device import MAX_TOP, DeviceExecutor, Renew
 
 __all__ = ["build", "load"]
 
+MANY_SLOTS = 8  # from so many on decodes of a few requests have shapes of their own
 MIN_CHUNK = 512  # tokens of a step that computes prompts, if there are not more slots
 _DEFAULT, _LIMITS = CachePolicy(states="blocks"), Limits()
 _SPARE = 0.1  # of what weights leave of a device: for what a step computes with
@@ -60,6 +61,7 @@ def build(
     exchanges: Sequence[Exchange] = (),
     chunk_tokens: int | None = None,
     decode_steps: int = 1,
+    decode_rows: Iterable[int] | None = None,
     drafts: int = 0,
     acceptance: str = "coupled",
     least_confidence: float = 0.0,
@@ -131,7 +133,10 @@ def build(
 
     if chunk_tokens is None:
         chunk_tokens = max(MIN_CHUNK, size.num_slots * (1 + drafts))
-    shapes = shapes_of(managers, chunk_tokens, steps=decode_steps, drafts=drafts)
+    if decode_rows is None:  # a CPU's steps hardly get shorter, and compile for long
+        slots = size.num_slots
+        decode_rows = {1, slots // 4} if slots >= MANY_SLOTS and jax.default_backend() == "gpu" else ()
+    shapes = shapes_of(managers, chunk_tokens, steps=decode_steps, drafts=drafts, decode_rows=decode_rows)
     drivers = []
     if stores is not None:
         drivers = [StorageDriver(manager, *stores, shard=i, shards=shards) for i, manager in enumerate(managers)]

@@ -18,7 +18,7 @@ import dataclasses
 import heapq
 import math
 import operator
-from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -147,7 +147,7 @@ class Core:
         self.layout = self.managers[0].layout
         if not isinstance(shapes, Shapes):
             raise PlanError(f"shapes must be Shapes, got {shown(shapes)}")
-        for kind, shape in (("mixed", shapes.mixed), ("decode", shapes.decode)):
+        for kind, shape in (("mixed", shapes.mixed), *(("decode", shape) for shape in shapes.decodes)):
             columns = self.managers[0].size.max_blocks_per_request
             if not isinstance(shape, StepShape) or shape.columns != columns:
                 raise PlanError(f"shapes.{kind} must be a StepShape of {columns} columns, got {shown(shape)}")
@@ -280,10 +280,11 @@ class Core:
         if self._sent or self.asleep:
             raise EngineError("it sleeps" if self.asleep else f"{len(self._sent)} calls of the device are under way")
         nothing: list[list[tuple[Job, int]]] = [[] for _ in self.managers]
-        kinds = [(True, self.shapes.steps)] + ([(False, 1)] if prompts else [])
-        for decoding, steps in kinds:
+        kinds = [(True, self.shapes.steps, shape) for shape in self.shapes.decodes]
+        kinds += [(False, 1, self.shapes.mixed)] if prompts else []
+        for decoding, steps, shape in kinds:
             for either in (False, True) if draws is None else (draws,):
-                work = self._work(nothing, nothing, decoding, steps)
+                work = self._work(nothing, nothing, decoding, steps, shape=shape)
                 self._sent.clear()
                 yield dataclasses.replace(work, draws=either)
 
@@ -640,10 +641,18 @@ class Core:
         return self._work(each, drafts, decoding, steps)
 
     def _work(
-        self, each: list[list[tuple[Job, int]]], drafts: Any, decoding: bool, steps: int, *, scores: bool = False
+        self,
+        each: list[list[tuple[Job, int]]],
+        drafts: Any,
+        decoding: bool,
+        steps: int,
+        *,
+        scores: bool = False,
+        shape: StepShape | None = None,
     ) -> Work:
-        """The call of these tokens, and of so many drafts of each, planned."""
-        shape = self.shapes.decode if decoding else self.shapes.mixed
+        """The call of these tokens, and of so many drafts of each, planned; `shape`: the least that has room for it."""
+        if shape is None:
+            shape = self.shapes.decode_of(max(map(len, each))) if decoding else self.shapes.mixed
         plans, transfers, rows, sent = self._planned_rows(each, drafts, [shape] * len(each), steps, scores)
         tokens = np.zeros((len(each), shape.tokens), np.int32)
         source = np.full((len(each), shape.tokens), -1, np.int32)
@@ -1066,15 +1075,24 @@ def _more(prompt: Prompt) -> int:
     return 0 if prompt.export is not None else (0 if prompt.score else prompt.max_new_tokens) - 1
 
 
-def shapes_of(managers: Sequence[KVCacheManager], chunk_tokens: int, *, steps: int = 1, drafts: int = 0) -> Shapes:
+def shapes_of(
+    managers: Sequence[KVCacheManager],
+    chunk_tokens: int,
+    *,
+    steps: int = 1,
+    drafts: int = 0,
+    decode_rows: Iterable[int] = (),
+) -> Shapes:
     """The shapes of an executor's steps for these managers, one for each data shard.
 
     Args:
         chunk_tokens: most tokens of a step.
         steps, drafts: as in `Shapes`.
+        decode_rows: of how many rows further shapes of decodes are, beside the one that has a row for each slot.
 
     Raises:
-        PlanError: a step has no room for a token of each slot, and its drafts; or the managers are not alike.
+        PlanError: a step has no room for a token of each slot, and its drafts; `decode_rows` are not from 1 to less
+            than the number of slots; or the managers are not alike.
     """
     each = listed("managers", managers)
     _check_alike(each)
@@ -1085,8 +1103,11 @@ def shapes_of(managers: Sequence[KVCacheManager], chunk_tokens: int, *, steps: i
         times = f", times {1 + drafts} with drafts" if drafts else ""
         raise PlanError(f"chunk_tokens must be at least the number of slots {rows}{times}, got {chunk_tokens}")
     mixed = manager.pinned_shape(rows, chunk_tokens, history=True)
-    decode = manager.pinned_shape(rows, rows * (1 + drafts), steps=steps)
-    return Shapes(_wider(manager, mixed, drafts), _wider(manager, decode, drafts), steps, drafts)
+    each_rows = check_iterable("decode_rows", decode_rows, error=PlanError)
+    fewer = {check_integer("decode_rows", few, 1, rows - 1, error=PlanError) for few in each_rows}
+    decodes = [manager.pinned_shape(few, few * (1 + drafts), steps=steps) for few in (*sorted(fewer), rows)]
+    *others, decode = (_wider(manager, shape, drafts) for shape in decodes)
+    return Shapes(_wider(manager, mixed, drafts), decode, steps, drafts, tuple(others))
 
 
 def _wider(manager: KVCacheManager, shape: StepShape, drafts: int) -> StepShape:

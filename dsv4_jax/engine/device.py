@@ -137,10 +137,10 @@ class DeviceExecutor:
         self.move(work.transfers)
         if work.targets is not None:
             return self._score(work)
-        shape = self.shapes.decode if work.kind == "decode" else self.shapes.mixed
+        sequences = work.plans[0].num_seqs
         rows = [row for some in work.rows for row in some]
         asked = [row.prompt.logprobs for row in rows if row.prompt.logprobs is not None]
-        masks, counts = self._masks(work, shape.sequences), self._counted(work)
+        masks, counts = self._masks(work, sequences), self._counted(work)
         options: dict[str, Any] = dict(
             logprobs=bool(asked),
             top=self._top if any(asked) else 0,
@@ -153,9 +153,9 @@ class DeviceExecutor:
         tokens = np.where(work.source >= 0, -1 - work.source, work.tokens).astype(np.int32)
         arrays = [tokens, self._before]
         if draws := work.draws or any(row.sampling is not None and not _is_plain(row.sampling) for row in rows):
-            arrays.append(self._sampling(work, shape.sequences))
+            arrays.append(self._sampling(work, sequences))
         if self.shapes.drafts:
-            drafts = np.zeros((len(work.rows), shape.sequences), np.int32)
+            drafts = np.zeros((len(work.rows), sequences), np.int32)
             for i, some in enumerate(work.rows):
                 drafts[i, : len(some)] = [row.drafts for row in some]
             arrays[2:2] = [drafts.reshape(-1), self._lengths]
@@ -487,7 +487,7 @@ def _decode(
     """K decode steps."""
     how = _how(rest, draws, masked, asked)
     sampled, cache = decode_loop(params, cache, plan, _fed(tokens, before), steps, **how)
-    last = sampled.tokens[-1]
+    last = _padded(sampled.tokens[-1], before)
     sampled = sampled._replace(experts=_first(sampled.experts))
     return _shaped(sampled, lambda x: x.swapaxes(0, 1)[:, :, None]), None, last, None, cache
 
@@ -524,7 +524,12 @@ def _verify(
         sampled, kept = _shaped(sampled, lambda x: x[:, None]), kept[:, None]
     last = jnp.take_along_axis(sampled.tokens[:, -1], jnp.maximum(kept[:, -1:] - np.int32(1), 0), 1)[:, 0]
     after = start + step.seq_count - drafts - np.int32(1) + kept.sum(1, dtype=jnp.int32)
-    return sampled, kept, last, after, cache
+    return sampled, kept, _padded(last, before), _padded(after, lengths), cache
+
+
+def _padded(values: jax.Array, like: jax.Array) -> jax.Array:
+    """As many rows as the widest call has, whose executables read them: what stands behind its own is never read."""
+    return jnp.pad(values, (0, like.shape[0] - values.shape[0]))
 
 
 def _first(experts: jax.Array | None) -> jax.Array | None:

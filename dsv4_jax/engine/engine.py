@@ -136,6 +136,9 @@ class Engine:
             exchanges: of the mesh's axes.
             chunk_tokens: most tokens of a step, of each data shard (default: 512, or one of each slot).
             decode_steps: K steps in a call while nobody waits (default: 1).
+            decode_rows: how many rows further shapes of decodes have, each an executable: a step takes as long as its
+                rows do, whether they have requests or not. (default: on a GPU, from 8 slots on, one and a quarter of
+                the slots; else none.) Along with the shape the last bits of a request's logits may change: () has one.
             drafts: most drafts of a request in a step (default: none).
             acceptance: of drafts, as of `draft_step`: "coupled" (default), or "standard", by which more are kept and a
                 sampled request's tokens depend on its drafts, and so on what else runs; their distribution does not.

@@ -106,12 +106,23 @@ class Shapes(NamedTuple):
         mixed, decode: of the kinds of step; `decode` has room for K steps and drafts.
         steps: K of a loop, 1: none.
         drafts: most drafts of a row.
+        fewer: of decodes of fewer rows, the fewest first: a step costs what its shape has rows for.
     """
 
     mixed: StepShape
     decode: StepShape
     steps: int = 1
     drafts: int = 0
+    fewer: tuple[StepShape, ...] = ()
+
+    @property
+    def decodes(self) -> tuple[StepShape, ...]:
+        """All that decodes can have, the fewest rows first."""
+        return (*self.fewer, self.decode)
+
+    def decode_of(self, rows: int) -> StepShape:
+        """The first of them that has room for so many rows."""
+        return next((shape for shape in self.fewer if rows <= shape.sequences), self.decode)
 
 
 class Executor(Protocol):

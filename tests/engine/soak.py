@@ -84,13 +84,14 @@ class Scene:
     all_kinds: bool = True  # masks, penalties, plain outputs among others: executables of their own
     faults: float = 0.01  # of calls
     every: int = 12  # answers between pauses, sleeps and other weights
+    rows: tuple[int, ...] = ()  # of decodes of fewer requests than there are slots
 
 
 SCENES = (
     Scene("one device", stores=True),
-    Scene("drafts", steps=2, drafts=2, all_kinds=False),
+    Scene("drafts", steps=2, drafts=2, all_kinds=False, rows=(1, 2)),
     Scene("stages", steps=2, drafts=4, cfg=STAGES, stores=True, all_kinds=False),
-    Scene("two shards", shards=2, stores=True, all_kinds=False),
+    Scene("two shards", shards=2, stores=True, all_kinds=False, rows=(1,)),
     Scene("two hosts", steps=2, hosts=True, all_kinds=False),
 )
 
@@ -363,6 +364,7 @@ class Users:
             mesh=mesh,
             chunk_tokens=24,
             decode_steps=scene.steps,
+            decode_rows=scene.rows,
             drafts=scene.drafts,
             limits=Limits(queued=48, aging=0.2, patience=0.5 if not scene.hosts else 2.0),
             top=5,

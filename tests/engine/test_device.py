@@ -41,6 +41,37 @@ def answer(one: Engine, tokens=TEXT, count: int = 6) -> list[int]:
     return done.tokens
 
 
+def test_few_requests_decode_in_steps_of_few_rows(weights):
+    """Those that end one by one, and one that comes back from a wide step: what it samples is what it does alone."""
+    asked = [(TEXT[at : at + 40], count) for at, count in ((0, 4), (12, 9), (24, 14))]
+
+    def drawn(**options) -> tuple[list[list[int]], list[int]]:
+        core, executor = build.build(weights[0], LAYOUT, SIZE, weights_id="x", chunk_tokens=32, **options)
+        widths, send = list[int](), executor.send
+
+        def noted(work):
+            if work.kind == "decode":
+                widths.append(work.plans[0].num_seqs)
+            return send(work)
+
+        executor.send = noted
+        with Engine(core, executor) as one:
+            done = one.run([Prompt(tokens=tokens, max_new_tokens=count) for tokens, count in asked])
+        return [sample.tokens for (sample,) in done], widths
+
+    for steps in (1, 2):
+        expected, wide = drawn(decode_steps=steps)
+        found, widths = drawn(decode_steps=steps, decode_rows=(2, 1))
+        assert found == expected and [len(each) for each in found] == [4, 9, 14]
+        assert set(wide) == {3} and widths == sorted(widths, reverse=True) and set(widths) == {1, 2, 3}
+
+
+@pytest.mark.parametrize("rows", [5, "1", (0,), (3,), (1.5,), (True,)], ids=str)
+def test_rows_that_no_decode_can_have_are_refused(weights, rows):
+    with pytest.raises(PlanError, match="decode_rows"):
+        build.build(weights[0], LAYOUT, SIZE, decode_rows=rows)
+
+
 def test_weights_change_between_steps_and_memory_comes_and_goes(weights, caplog):
     """Tokens after a change are those of an engine that never had other weights; nothing is compiled for it."""
     old, new = weights
