@@ -43,7 +43,7 @@ def answer(one: Engine, tokens=TEXT, count: int = 6) -> list[int]:
 
 def test_few_requests_decode_in_steps_of_few_rows(weights):
     """Those that end one by one, and one that comes back from a wide step: what it samples is what it does alone."""
-    asked = [(TEXT[at : at + 40], count) for at, count in ((0, 4), (12, 9), (24, 14))]
+    asked = [(TEXT[at : at + 40], count) for at, count in ((0, 9), (12, 13), (24, 18))]
 
     def drawn(**options) -> tuple[list[list[int]], list[int]]:
         core, executor = build.build(weights[0], LAYOUT, SIZE, weights_id="x", chunk_tokens=32, **options)
@@ -62,7 +62,7 @@ def test_few_requests_decode_in_steps_of_few_rows(weights):
     for steps in (1, 2):
         expected, wide = drawn(decode_steps=steps)
         found, widths = drawn(decode_steps=steps, decode_rows=(2, 1))
-        assert found == expected and [len(each) for each in found] == [4, 9, 14]
+        assert found == expected and [len(each) for each in found] == [9, 13, 18]
         assert set(wide) == {3} and widths == sorted(widths, reverse=True) and set(widths) == {1, 2, 3}
 
 
