@@ -262,9 +262,9 @@ def test_where_a_cache_may_be() -> None:
     for sharding, shards, where in (
         (devices[1], 1, {devices[1]}),
         (SingleDeviceSharding(devices[2]), 1, {devices[2]}),
-        (NamedSharding(mesh, PartitionSpec("data")), 2, set(devices)),
-        (NamedSharding(mesh, PartitionSpec()), 1, set(devices)),
-        (NamedSharding(mesh, PartitionSpec(("data", "tensor"))), 4, set(devices)),
+        (NamedSharding(mesh, PartitionSpec("data")), 2, {*mesh.devices.flat}),
+        (NamedSharding(mesh, PartitionSpec()), 1, {*mesh.devices.flat}),
+        (NamedSharding(mesh, PartitionSpec(("data", "tensor"))), 4, {*mesh.devices.flat}),
     ):
         cache = init_cache(LAYOUT, SIZE, sharding=sharding)
         assert sum(x.nbytes for x in jax.tree.leaves(cache)) == shards * whole

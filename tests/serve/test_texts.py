@@ -46,7 +46,8 @@ def test_conversations_are_those_of_the_model_alone(tmp_path, count):
             """All that the answers were asked by, and the answers."""
             chance, found = random.Random(number), dict[int, Any]()
             tools = {"tools": TOOLS} if number % 3 == 2 else {}
-            turns: list[Any] = [{"role": "system", "content": f"{WORDS[number % 2]} " * 5}]  # many begin alike
+            # A block and more, many of them alike.
+            turns: list[Any] = [{"role": "system", "content": f"{WORDS[number % 2]} " * 20}]
             for turn in range(2):
                 index = 2 * number + turn
                 content = " ".join(chance.choice(WORDS) for _ in range(chance.randrange(1, 20)))
