@@ -196,13 +196,10 @@ def _measured(
     if options.brief:
         return report | longest
     how: Any = dict(implementation=options.implementation)
-    fed = np.random.default_rng(1).integers(cfg.vocab_size, size=options.batch * options.fed).astype(np.int32)
-    fed = (
-        jax.device_put(fed, None if mesh is None else NamedSharding(mesh, PartitionSpec(DATA)))
-        if options.drafts
-        else tokens
-    )
+    fed = tokens
     if options.drafts:
+        every = np.random.default_rng(1).integers(cfg.vocab_size, size=options.batch * options.fed).astype(np.int32)
+        fed = jax.device_put(every, None if mesh is None else NamedSharding(mesh, PartitionSpec(DATA)))
         verify = jitted_over(
             mesh, partial(_verified, loop=options.loop, **how), GPU_DECODE_OPTIONS | dict(options.xla), peers
         )

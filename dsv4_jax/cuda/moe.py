@@ -8,13 +8,16 @@ the work or on how many devices share the experts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from ..ops.moe import MoeArguments
 from .calls import declare, launch
 
-__all__ = ["IMPLEMENTATION", "call", "supports", "workspace_bytes"]
+__all__ = ["IMPLEMENTATION", "call", "launch_experts", "listed_rows", "supports", "workspace_bytes"]
 
 MAX_EXPERTS, MAX_TOP, MAX_PAIRS = 512, 16, 98_304
 
@@ -37,6 +40,14 @@ def call(arguments: MoeArguments) -> jax.Array:
     Raises:
         ImplementationError: the CUDA library is not there.
     """
+    return launch_experts("moe", arguments, workspace_bytes)
+
+
+IMPLEMENTATION = declare("moe", call, supports, "dsv4_moe")
+
+
+def launch_experts(op: str, arguments: MoeArguments, workspace: Callable[..., int], **settings: Any) -> jax.Array:
+    """Calls an op's handler, whose scratch memory is counted by `workspace`, with further settings of its own."""
     (tokens, hidden), top = arguments.x.shape, arguments.chosen.shape[1]
     here, inter = arguments.down.shape[0], arguments.inter
     results = (
@@ -45,18 +56,20 @@ def call(arguments: MoeArguments) -> jax.Array:
     )
     share = arguments.share.astype(jnp.float32)
     operands = arguments.x.astype(jnp.bfloat16), arguments.chosen, share, arguments.gate_up, arguments.down
-    settings = dict(first=arguments.first, routed=arguments.routed, limit=float(arguments.limit))
-    return launch("moe", "dsv4_moe", results, *operands, **settings)[0]
+    settings |= dict(first=arguments.first, routed=arguments.routed)
+    return launch(op, f"dsv4_{op}", results, *operands, limit=float(arguments.limit), **settings)[0]
 
 
-IMPLEMENTATION = declare("moe", call, supports, "dsv4_moe")
+def listed_rows(tokens: int, top: int, here: int) -> int:
+    """Counts the rows of a call by expert, in groups of 8 of one expert each: the most that there can be."""
+    pairs = tokens * top
+    # Experts with a group of 8 rows that is not full; each pair of a single token has a group of its own.
+    partly = pairs if tokens == 1 else min(pairs, here)
+    return 8 * ((pairs - partly) // 8 + partly)
 
 
 def workspace_bytes(tokens: int, top: int, hidden: int, inter: int, here: int) -> int:
     """Counts the scratch memory of a call, as `moe_work` of csrc/moe/lists.cuh does."""
-    pairs = tokens * top
-    # Experts with a group of 8 rows that is not full; each pair of a single token has a group of its own.
-    partly = pairs if tokens == 1 else min(pairs, here)
-    rows = 8 * ((pairs - partly) // 8 + partly)
+    pairs, rows = tokens * top, listed_rows(tokens, top, here)
     sizes = (4 * pairs, 4 * rows, 2 * rows * hidden, 2 * rows * inter, 4 * pairs * hidden)
     return 1024 + sum(-(-size // 1024) * 1024 for size in sizes)
