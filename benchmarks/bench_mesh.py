@@ -198,7 +198,7 @@ def main() -> None:
     stages, tiny, begun = args.stages.split(","), args.model == "tiny", time.perf_counter()
     top = measure_ceilings(quick=tiny or args.brief)
 
-    recorder = Recorder(args.json, **jax_device(), ceilings=top.as_dict())
+    recorder = Recorder(args.json, **jax_device(), ceilings={} if args.brief else top.as_dict())
 
     def attempt(name: str, call: Any) -> None:
         start = time.perf_counter()

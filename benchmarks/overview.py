@@ -88,12 +88,9 @@ def _accepted(rows: Iterable[dict[str, Any]]) -> dict[tuple[str, int], float]:
 
 
 def _some_layers(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns decode steps of a model's first layers, on one device."""
-    return [
-        row
-        for row in rows
-        if row["table"] == "models" and row["layers"] < FULL.get(row["model"], 0) and (row.get("chunk") or 1) == 1
-    ]
+    """Returns decode steps of a model's first layers, on one device, without drafts."""
+    found = (row for row in rows if row["table"] == "models" and not row.get("drafts"))
+    return [row for row in found if row["layers"] < FULL.get(row["model"], 0) and (row.get("chunk") or 1) == 1]
 
 
 def _prefills(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -287,6 +287,7 @@ MADE: dict[str, Callable[[dict[str, Any]], str]] = {
     "same entries": _interval(".2%", "same_entries"),
     "same token": _interval(".2%", "same_token"),
     "verdict": lambda row: VERDICTS.get(row.get("verdict") or "", ""),
+    "settings": lambda row: ", ".join(f"{name} {number(us)}" for name, us in row["us"].items()),
     "write": lambda row: _share(row, "write_share"),
 }
 # Table -> its columns: see `tables.columns_of`.
@@ -305,6 +306,8 @@ COLUMNS: dict[str, str] = {
     "generate": "model = model | layers = layers | prompts = prompts | tokens of prompts = prompt_tokens | "
     "steps a call = decode_steps | prefill, tokens/s = prefill_tokens_per_s | decode, tokens/s = decode_tokens_per_s | "
     "ms a step = step_ms | the step alone, ms = bench_step_ms | host, us = @host",
+    "sampling": "rows = batch | vocabulary = vocabulary | us by settings = @settings",
+    "engine": "model = model | layers = layers | prompts = prompts | ms a step = step_ms",
     "serve": "model = model | layers = layers | streams = streams | tokens of prompts = prompt_tokens | "
     "of answers = new_tokens | temperature = temperature | through = through | tokens/s = tokens_per_s | "
     "first token, ms = first_ms | p99 = first_p99_ms | between tokens, ms = between_ms | p99 = between_p99_ms",

@@ -40,11 +40,13 @@ __all__ = [
     "open_stores",
     "place",
     "shares_a_block",
+    "steps_per_call",
     "weights_name",
 ]
 
 _SPARE = 0.1  # of what the weights leave: for what a step computes with
 _CPU_MEMORY = 2 << 30  # bytes of a CPU that the cache of `chat` or `serve` takes at most, if it is not said
+_LOOP = 8  # decode steps per call that hide the host of one request on a GPU
 _RECORDS = 1 << 16  # that each store keeps at most
 
 
@@ -55,6 +57,7 @@ def add_steps(
     decode: str = "text comes K tokens at a time",
     cache: str = "what the weights leave, on a CPU 2GiB",
     devices: str = "to run on",
+    loops: bool = False,
 ) -> argparse._ArgumentGroup:
     """Adds how steps run.
 
@@ -62,17 +65,26 @@ def add_steps(
         chunk, cache: the defaults.
         decode: what more steps per call mean.
         devices: what they do.
+        loops: whether several steps per call are the default where that hides the host: nobody else waits for a step.
     """
     group = parser.add_argument_group("how it runs")
     form = "matrices in this dtype, or released: FP8 and FP4 as they are"
     add_weights(group, f"{form} (default: released if they are FP8, on a CPU bfloat16; else float32)")
     option(group, "--chunk", positive, "N", f"most tokens of a step (default: {chunk})")
-    option(group, "--decode-steps", positive, "K", f"steps per call: {decode}", default=1)
+    alone = f"{_LOOP} on a GPU, else 1" if loops else "1"
+    option(group, "--decode-steps", positive, "K", f"steps per call: {decode} (default: {alone})")
     add_drafts(group)
     option(group, "--cache-memory", byte_count, "SIZE", f"bytes of each device for the cache (default: {cache})")
     option(group, "--devices", positive, "N", f"{devices}, 1, 2, 4 or 8", default=1)
     add_implementation(group)
     return group
+
+
+def steps_per_call(args: argparse.Namespace) -> int:
+    """Returns K of `--decode-steps` where nobody else waits for a step: by default several on a GPU. Starts jax."""
+    import jax
+
+    return args.decode_steps or (_LOOP if jax.default_backend() == "gpu" else 1)
 
 
 def add_store(group: argparse._ActionsContainer) -> None:
@@ -208,7 +220,7 @@ def open_engine(
             mesh=placed.mesh,
             exchanges=exchanges,
             chunk_tokens=chunk,
-            decode_steps=min(args.decode_steps, longest),
+            decode_steps=min(args.decode_steps or 1, longest),
             drafts=args.draft_tokens,
             least_confidence=args.least_confidence,
             implementation=args.implementation,

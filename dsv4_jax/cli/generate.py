@@ -21,6 +21,7 @@ from .engine import (
     open_stores,
     place,
     shares_a_block,
+    steps_per_call,
     weights_name,
 )
 from .models import load
@@ -61,7 +62,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add_prompts(parser)
     sampling = add_sampling(parser, limit=128)
     option(sampling, "--logprobs", natural, "N", "report log-probabilities (--json), and those of the N likeliest")
-    steps = add_steps(parser, chunk="what prompts need, at most 2048", cache="what is needed")
+    steps = add_steps(parser, chunk="what prompts need, at most 2048", cache="what is needed", loops=True)
     option(steps, "--max-batch", positive, "N", "prompts side by side, if they fit", default=16)
     cached = "compute what prompts begin with once (default: if some begin with the same block)"
     steps.add_argument("--prefix-caching", action=argparse.BooleanOptionalAction, default=None, help=cached)
@@ -103,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         raise OptionError("--host-memory: without --prefix-caching nothing is kept")
     host = host_size(args, layout, shards)
     high = min(-(-side_by_side // shards), chunk // (1 + args.draft_tokens))
-    steps = min(args.decode_steps, args.max_new_tokens)
+    steps = min(steps_per_call(args), args.max_new_tokens)
     needs = _needs(prompts, args.max_new_tokens, steps * (1 + args.draft_tokens) - 1, cfg)
     ranks = tensor if args.pool else 1
     size = choose_size(layout, needs, high, memory, args.cache_memory, snapshots=keeps, ranks=ranks)

@@ -9,7 +9,7 @@ import xml.etree.ElementTree
 
 import pytest
 from records import TABLES, check, load
-from render import Entry, latest, main, pages
+from render import COLUMNS, Entry, latest, main, pages
 from sections import SECTIONS
 from tables import number, percent
 from targets import elsewhere
@@ -34,6 +34,10 @@ def test_the_page_is_what_the_records_give(capsys):
 def test_every_record_is_shown():
     shown = pages(FOLDER)["RESULTS.md"]
     assert [name for name in load(FOLDER / "records") if name not in shown] == []
+
+
+def test_every_section_of_a_table_has_columns():
+    assert {section.table for section in SECTIONS} - {None, "", "ops", "facts"} <= set(COLUMNS)
 
 
 def test_every_op_and_table_has_its_place_on_the_page():

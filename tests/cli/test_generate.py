@@ -226,6 +226,15 @@ def test_options_reach_the_model(checkpoint, script):
     assert not asked.layout.include_drafts and asked.layout.draft_tokens == 0 and "mtp" not in asked.params
 
 
+def test_one_request_does_not_wait_for_the_host_of_a_gpu(checkpoint, script, monkeypatch):
+    argv = generate(checkpoint, "--tokens", "1,2", "--max-new-tokens", "9")
+    asked = script([5, 6])
+    assert main(argv) == 0 and asked.shapes.steps == 1
+    monkeypatch.setattr("jax.default_backend", lambda: "gpu")
+    assert main(argv) == 0 and asked.shapes.steps == 8
+    assert main([*argv, "--decode-steps", "3"]) == 0 and asked.shapes.steps == 3
+
+
 @pytest.mark.slow
 def test_several_devices(checkpoint, script, capsys):
     """Heads are split for few prompts; else the devices have prompts of their own, side by side in all as asked for."""
