@@ -183,8 +183,8 @@ class Core:
         """Raises if a prompt can never be answered here. From any thread.
 
         Raises:
-            RequestError: it is no `Prompt`, a token is no id of the vocabulary, a namespace or an item has a key
-                that is none, or there are more samples than the queue holds.
+            RequestError: it is no `Prompt`, a token (or one of `logit_bias`) is no id of the vocabulary, a namespace
+                or an item has a key that is none, or there are more samples than the queue holds.
             PlanError: an item's position is none.
             ContextLimitError: it and its answer exceed the context limit, or all blocks together.
         """
@@ -192,7 +192,10 @@ class Core:
             raise RequestError(f"expected a Prompt, got {shown(prompt)}")
         tokens = prompt.tokens
         assert isinstance(tokens, np.ndarray)
-        check_range(tokens, self.layout.cfg.vocab_size)
+        check_range(tokens, vocab := self.layout.cfg.vocab_size)
+        biases = getattr(prompt.sampling, "logit_bias", ())  # by id
+        if biases and biases[-1][0] >= vocab:
+            raise RequestError(f"logit_bias: token {biases[-1][0]} is outside the vocabulary 0..{vocab - 1}")
         if prompt.namespace is not None or prompt.items:
             self.managers[0].digests((), namespace=prompt.namespace, items=prompt.items)
         if prompt.n > self.limits.queued:
@@ -267,12 +270,12 @@ class Core:
     def warm_up(self, *, prompts: bool = True, draws: bool | None = None) -> Iterator[Work]:
         """Works of nothing, one of each executable that plain requests need: to be run before the first one comes.
 
-        (Log-probabilities, masks, penalties and routed experts are executables of their own, compiled when first asked
-        for. So is a single step where K run at once: it is for when somebody waits.)
+        (Log-probabilities, masks, biases, penalties and routed experts are executables of their own, compiled when
+        first asked for. So is a single step where K run at once: it is for when somebody waits.)
 
         Args:
             prompts: whether there will be prompts of more than one token.
-            draws: whether requests will draw, or have penalties; None: some will, some will not.
+            draws: whether requests will draw, or have biases or penalties; None: some will, some will not.
 
         Raises:
             EngineError: calls are under way, or it sleeps.
