@@ -35,7 +35,7 @@ from ..errors import (
 )
 from ..manager import Arrival, KVCacheManager, Request, StepShape
 from ..manager.prefix.token_ids import check_range
-from ..manager.transfers import Transfers
+from ..manager.transfers import Transfers, null_states
 from ..plan import StepPlan
 from .executor import Drawn, Row, Shapes, Work
 from .handoffs import Handoffs, Remote
@@ -267,15 +267,17 @@ class Core:
         else:
             heapq.heappush(self._queue.setdefault(job.tenant, []), (job.rank, job.order, job))
 
-    def warm_up(self, *, prompts: bool = True, draws: bool | None = None) -> Iterator[Work]:
+    def warm_up(self, *, prompts: bool = True, draws: bool | None = None, copies: bool = True) -> Iterator[Work]:
         """Works of nothing, one of each executable that plain requests need: to be run before the first one comes.
 
         (Log-probabilities, masks, biases, penalties and routed experts are executables of their own, compiled when
-        first asked for. So is a single step where K run at once: it is for when somebody waits.)
+        first asked for. So is a single step where K run at once: it is for when somebody waits; and so are copies from
+        and to the host.)
 
         Args:
             prompts: whether there will be prompts of more than one token.
             draws: whether requests will draw, or have biases or penalties; None: some will, some will not.
+            copies: whether states will be copied between slots and blocks: of each power of two that a step may copy.
 
         Raises:
             EngineError: calls are under way, or it sleeps.
@@ -290,6 +292,13 @@ class Core:
                 work = self._work(nothing, nothing, decoding, steps, shape=shape)
                 self._sent.clear()
                 yield dataclasses.replace(work, draws=either)
+        if copies and (blocks := self.managers[0].cache.snapshot_blocks):
+            work = self._work(nothing, nothing, True, self.shapes.steps, shape=self.shapes.decodes[0])
+            self._sent.clear()
+            most = self.shapes.mixed.sequences
+            yield dataclasses.replace(
+                work, draws=draws is True, transfers=[null_states(most, blocks) for _ in self.managers]
+            )
 
     def abort(self, name: Hashable, finish: str = "abort") -> bool:
         """Ends a request, whatever it does now; its blocks are free at once. Whether there was one."""

@@ -84,7 +84,9 @@ class DeviceExecutor:
         least_confidence: float = 0.0,
         implementation: Choice = None,
     ):
-        self.params, self.cache, self.host, self.shapes = params, cache, host, shapes
+        # On their devices for good, as others will be: else nothing that was compiled for these serves those.
+        self.params = jax.tree.map(lambda x: jax.device_put(x, x.sharding) if isinstance(x, jax.Array) else x, params)
+        self.cache, self.host, self.shapes = cache, host, shapes
         self._exchanges = [*check_iterable("exchanges", exchanges, error=PlanError)]
         if wrong := [each for each in self._exchanges if not hasattr(each, "peers")]:
             raise PlanError(f"exchanges must be of Exchange, got {shown(wrong[0])}")
@@ -336,13 +338,19 @@ class DeviceExecutor:
         placed = []
         for a, b in zip(old, new, strict=True):
             placed.append(jax.device_put(b, a.sharding))
-            if donate and a is not b and not a.is_deleted():
+            if donate and not a.is_deleted() and not _is_same(a, placed[-1]):
                 jax.block_until_ready(placed[-1])
                 a.delete()
         if not donate:
             jax.block_until_ready(placed)
             fits()
         self.params = jax.tree.unflatten(tree, placed)
+
+
+def _is_same(a: jax.Array, b: jax.Array) -> bool:
+    """Whether these arrays of the same sharding are the same memory."""
+    shards = zip(a.addressable_shards, b.addressable_shards, strict=True)
+    return a is b or all(x.data.unsafe_buffer_pointer() == y.data.unsafe_buffer_pointer() for x, y in shards)
 
 
 def _described(x: Any) -> str:
