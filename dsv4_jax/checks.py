@@ -13,6 +13,7 @@ import numpy as np
 __all__ = [
     "INT32_MAX",
     "INT64_MAX",
+    "MAX_BIASES",
     "as_int",
     "check_boolean",
     "check_integer",
@@ -26,6 +27,7 @@ __all__ = [
 T = TypeVar("T")
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
+MAX_BIASES = 1024  # tokens whose logits one request may change
 
 
 def check_integer(

@@ -23,7 +23,7 @@ from dsv4_jax.cache import KVCache
 from dsv4_jax.config import AttentionType
 from dsv4_jax.errors import LayoutError, PlanError
 from dsv4_jax.manager import StepShape
-from dsv4_jax.model.sampling import sample_rows
+from dsv4_jax.model.sampling import bias_rows, sample_rows
 
 CFG = DSV4Config.tiny(layer_types=(AttentionType.CSA,))
 LAYOUT = CacheLayout(CFG, "fp8", "fp4")
@@ -172,25 +172,26 @@ def test_counts_over_shards_are_donated_and_split() -> None:
             manager.admit_request([1, 2])
     plans = [m.plan_step([(r, 1) for r in m.requests], shape=managers[0].pinned_shape(2)) for m in managers]
 
-    def step(params, cache, plan, logits, rows, counts):
+    def step(params, cache, plan, logits, rows, counts, biases):
         plan = plan.unpack()
-        drawn = sample_rows(logits, plan.seq_slot, plan.seq_start, rows, counts, logprobs=True)
+        drawn = sample_rows(logits, plan.seq_slot, plan.seq_start, rows, counts, biases=biases, logprobs=True)
         return jax.tree.map(lambda x: x[None], drawn._replace(counts=None))._replace(counts=drawn.counts), cache
 
     logits = np.random.default_rng(0).normal(0, 2, (8, vocab)).astype(np.float32)
-    hows = [model.Sampling(0.8, top_p=0.9, presence_penalty=1.0, seed=i) for i in range(8)]
+    hows = [model.Sampling(0.8, top_p=0.9, presence_penalty=1.0, seed=i, logit_bias={9 * i: 4.0}) for i in range(8)]
+    biases = bias_rows(hows)
     rows, slots = model.SamplingRows.of(hows), init_cache(LAYOUT, SIZE).slot_units
     counts = np.random.default_rng(1).integers(0, 3, (4 * slots, vocab)).astype(np.int32)
     sharded = shard_step(step, mesh, out_axis=(model.Sampled(1, 1, counts=0),), donated=(2,))
     given = jax.device_put(counts, NamedSharding(mesh, PartitionSpec("data")))
     cache = init_cache(LAYOUT, SIZE, sharding=cache_sharding(LAYOUT, mesh))
-    drawn, _ = sharded({}, cache, stack_plans(plans), logits, rows, given)
+    drawn, _ = sharded({}, cache, stack_plans(plans), logits, rows, given, biases)
     drawn = jax.tree.map(np.asarray, drawn)
     assert given.is_deleted() and drawn.tokens.shape == drawn.logprobs.shape == (1, 8)
     for i, plan in enumerate(plans):
         mine = slice(2 * i, 2 * i + 2)
         own = counts[slots * i : slots * (i + 1)]
-        want, _ = step({}, None, plan, logits[mine], rows[mine], own)
+        want, _ = step({}, None, plan, logits[mine], rows[mine], own, biases[mine])
         np.testing.assert_array_equal(drawn.tokens[:, mine], want.tokens)
         np.testing.assert_array_equal(drawn.logprobs[:, mine], want.logprobs)
         np.testing.assert_array_equal(drawn.counts[slots * i : slots * (i + 1)], want.counts)

@@ -135,7 +135,10 @@ def run(args: argparse.Namespace) -> int:
         )
         draws = not sampling.greedy or sampling.penalised
         with Progress("compiling"):
-            for work in core.warm_up(prompts=any(len(prompt.tokens) > 1 for prompt in prompts), draws=draws):
+            longer = any(len(prompt.tokens) > 1 for prompt in prompts)
+            for work in core.warm_up(
+                prompts=longer, draws=draws, copies=False
+            ):  # those are compiled when there are any
                 executor.send(work).get()
         compiled = time.perf_counter()
         for i, prompt in enumerate(prompts):

@@ -35,7 +35,7 @@ from ..errors import (
 )
 from ..manager import Arrival, KVCacheManager, Request, StepShape
 from ..manager.prefix.token_ids import check_range
-from ..manager.transfers import Transfers
+from ..manager.transfers import Transfers, null_states
 from ..plan import StepPlan
 from .executor import Drawn, Row, Shapes, Work
 from .handoffs import Handoffs, Remote
@@ -183,8 +183,8 @@ class Core:
         """Raises if a prompt can never be answered here. From any thread.
 
         Raises:
-            RequestError: it is no `Prompt`, a token is no id of the vocabulary, a namespace or an item has a key
-                that is none, or there are more samples than the queue holds.
+            RequestError: it is no `Prompt`, a token (or one of `logit_bias`) is no id of the vocabulary, a namespace
+                or an item has a key that is none, or there are more samples than the queue holds.
             PlanError: an item's position is none.
             ContextLimitError: it and its answer exceed the context limit, or all blocks together.
         """
@@ -192,7 +192,10 @@ class Core:
             raise RequestError(f"expected a Prompt, got {shown(prompt)}")
         tokens = prompt.tokens
         assert isinstance(tokens, np.ndarray)
-        check_range(tokens, self.layout.cfg.vocab_size)
+        check_range(tokens, vocab := self.layout.cfg.vocab_size)
+        biases = getattr(prompt.sampling, "logit_bias", ())  # by id
+        if biases and biases[-1][0] >= vocab:
+            raise RequestError(f"logit_bias: token {biases[-1][0]} is outside the vocabulary 0..{vocab - 1}")
         if prompt.namespace is not None or prompt.items:
             self.managers[0].digests((), namespace=prompt.namespace, items=prompt.items)
         if prompt.n > self.limits.queued:
@@ -264,15 +267,17 @@ class Core:
         else:
             heapq.heappush(self._queue.setdefault(job.tenant, []), (job.rank, job.order, job))
 
-    def warm_up(self, *, prompts: bool = True, draws: bool | None = None) -> Iterator[Work]:
+    def warm_up(self, *, prompts: bool = True, draws: bool | None = None, copies: bool = True) -> Iterator[Work]:
         """Works of nothing, one of each executable that plain requests need: to be run before the first one comes.
 
-        (Log-probabilities, masks, penalties and routed experts are executables of their own, compiled when first asked
-        for. So is a single step where K run at once: it is for when somebody waits.)
+        (Log-probabilities, masks, biases, penalties and routed experts are executables of their own, compiled when
+        first asked for. So is a single step where K run at once: it is for when somebody waits; and so are copies from
+        and to the host.)
 
         Args:
             prompts: whether there will be prompts of more than one token.
-            draws: whether requests will draw, or have penalties; None: some will, some will not.
+            draws: whether requests will draw, or have biases or penalties; None: some will, some will not.
+            copies: whether states will be copied between slots and blocks: of each power of two that a step may copy.
 
         Raises:
             EngineError: calls are under way, or it sleeps.
@@ -287,6 +292,13 @@ class Core:
                 work = self._work(nothing, nothing, decoding, steps, shape=shape)
                 self._sent.clear()
                 yield dataclasses.replace(work, draws=either)
+        if copies and (blocks := self.managers[0].cache.snapshot_blocks):
+            work = self._work(nothing, nothing, True, self.shapes.steps, shape=self.shapes.decodes[0])
+            self._sent.clear()
+            most = self.shapes.mixed.sequences
+            yield dataclasses.replace(
+                work, draws=draws is True, transfers=[null_states(most, blocks) for _ in self.managers]
+            )
 
     def abort(self, name: Hashable, finish: str = "abort") -> bool:
         """Ends a request, whatever it does now; its blocks are free at once. Whether there was one."""

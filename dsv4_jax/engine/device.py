@@ -20,7 +20,7 @@ from ..manager.transfers import Transfers
 from ..model.compiled_steps import CompiledSteps, stacked
 from ..model.draft_steps import draft_loop, draft_step
 from ..model.forward import GPU_DECODE_OPTIONS, decode_loop, sample_step, score_step
-from ..model.sampling import GREEDY, Sampled, Sampling, SamplingRows, mask_words, token_counts
+from ..model.sampling import GREEDY, Sampled, Sampling, SamplingRows, bias_rows, mask_words, token_counts
 from ..model.speculative import check_acceptance
 from ..model.weights.params import Params, has_mtp
 from ..ops.exchange_buffers import Exchange
@@ -84,7 +84,9 @@ class DeviceExecutor:
         least_confidence: float = 0.0,
         implementation: Choice = None,
     ):
-        self.params, self.cache, self.host, self.shapes = params, cache, host, shapes
+        # On their devices for good, as others will be: else nothing that was compiled for these serves those.
+        self.params = jax.tree.map(lambda x: jax.device_put(x, x.sharding) if isinstance(x, jax.Array) else x, params)
+        self.cache, self.host, self.shapes = cache, host, shapes
         self._exchanges = [*check_iterable("exchanges", exchanges, error=PlanError)]
         if wrong := [each for each in self._exchanges if not hasattr(each, "peers")]:
             raise PlanError(f"exchanges must be of Exchange, got {shown(wrong[0])}")
@@ -146,14 +148,17 @@ class DeviceExecutor:
             top=self._top if any(asked) else 0,
             routed_experts=any(row.prompt.routed_experts for row in rows),
             masked=len(masks) > 0,
-            draws=False,
             implementation=self._implementation,
         )
         # Tokens of the call before as negative numbers: one array to send.
         tokens = np.where(work.source >= 0, -1 - work.source, work.tokens).astype(np.int32)
         arrays = [tokens, self._before]
+        biases = list[np.ndarray]()
         if draws := work.draws or any(row.sampling is not None and not _is_plain(row.sampling) for row in rows):
-            arrays.append(self._sampling(work, sequences))
+            each = self._samplings(work, sequences)
+            arrays.append(SamplingRows.of(each))
+            if any(row.sampling is not None and row.sampling.logit_bias for row in rows):
+                biases.append(bias_rows(each))
         if self.shapes.drafts:
             drafts = np.zeros((len(work.rows), sequences), np.int32)
             for i, some in enumerate(work.rows):
@@ -166,8 +171,8 @@ class DeviceExecutor:
             function, more = _decode, dict(steps=work.steps)
         else:
             function, more = _mixed, {}
-        options["draws"] = draws
-        arrays += [*masks, *counts]
+        options |= dict(draws=draws, biased=len(biases) > 0)
+        arrays += [*masks, *biases, *counts]
         step = self._placement.compiled(
             function,
             GPU_DECODE_OPTIONS if work.kind == "decode" else None,
@@ -197,13 +202,13 @@ class DeviceExecutor:
         scored, self.cache = step(self.params, self.cache, stacked(work.plans), work.tokens, work.targets)
         return _Call(scored, None, work, self._exchanges)
 
-    def _sampling(self, work: Work, rows: int) -> np.ndarray:
-        """How each row samples: [shards * B, 10]."""
+    def _samplings(self, work: Work, rows: int) -> list[Sampling | None]:
+        """How each row of all shards samples."""
         each: list[Sampling | None] = []
         for some in work.rows:
             each += [(row.sampling or GREEDY) if row.samples else None for row in some]
             each += [None] * (rows - len(some))
-        return SamplingRows.of(each)
+        return each
 
     def _masks(self, work: Work, rows: int) -> list[np.ndarray]:
         """The masks of all rows, if one of them has any."""
@@ -333,13 +338,19 @@ class DeviceExecutor:
         placed = []
         for a, b in zip(old, new, strict=True):
             placed.append(jax.device_put(b, a.sharding))
-            if donate and a is not b and not a.is_deleted():
+            if donate and not a.is_deleted() and not _is_same(a, placed[-1]):
                 jax.block_until_ready(placed[-1])
                 a.delete()
         if not donate:
             jax.block_until_ready(placed)
             fits()
         self.params = jax.tree.unflatten(tree, placed)
+
+
+def _is_same(a: jax.Array, b: jax.Array) -> bool:
+    """Whether these arrays of the same sharding are the same memory."""
+    shards = zip(a.addressable_shards, b.addressable_shards, strict=True)
+    return a is b or all(x.data.unsafe_buffer_pointer() == y.data.unsafe_buffer_pointer() for x, y in shards)
 
 
 def _described(x: Any) -> str:
@@ -444,15 +455,16 @@ def _fed(tokens: jax.Array, before: jax.Array) -> jax.Array:
 
 def _is_plain(sampling: Sampling) -> bool:
     """Whether it takes the likeliest token, by the logits as they are."""
-    return sampling.greedy and not sampling.penalised
+    return sampling.greedy and not sampling.penalised and not sampling.logit_bias
 
 
-def _how(rest: Sequence[jax.Array], draws: bool, masked: bool, asked: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of `sample_step` and those like it: `rest` are settings, masks and counts, those that are there."""
+def _how(rest: Sequence[jax.Array], draws: bool, masked: bool, biased: bool, asked: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `sample_step` and those like it: `rest` has settings, masks, biases, counts, those there are."""
     left = [*rest]
     sampling = left.pop(0) if draws else None
     masks = left.pop(0) if masked else None
-    return dict(sampling=sampling, masks=masks, counts=left.pop(0) if left else None, **asked)
+    biases = left.pop(0) if biased else None
+    return dict(sampling=sampling, masks=masks, biases=biases, counts=left.pop(0) if left else None, **asked)
 
 
 def _mixed(
@@ -464,10 +476,11 @@ def _mixed(
     *rest: jax.Array,
     draws: bool,
     masked: bool,
+    biased: bool,
     **asked: Any,
 ) -> tuple[Sampled, None, jax.Array, None, KVCache]:
     """One step, and each row's next token."""
-    how = _how(rest, draws, masked, asked)
+    how = _how(rest, draws, masked, biased, asked)
     sampled, cache = sample_step(params, cache, plan, _fed(tokens, before), **how)
     return _shaped(sampled, lambda x: x[:, None, None]), None, sampled.tokens, None, cache
 
@@ -482,10 +495,11 @@ def _decode(
     steps: int,
     draws: bool,
     masked: bool,
+    biased: bool,
     **asked: Any,
 ) -> tuple[Sampled, None, jax.Array, None, KVCache]:
     """K decode steps."""
-    how = _how(rest, draws, masked, asked)
+    how = _how(rest, draws, masked, biased, asked)
     sampled, cache = decode_loop(params, cache, plan, _fed(tokens, before), steps, **how)
     last = _padded(sampled.tokens[-1], before)
     sampled = sampled._replace(experts=_first(sampled.experts))
@@ -505,11 +519,12 @@ def _verify(
     steps: int,
     draws: bool,
     masked: bool,
+    biased: bool,
     **asked: Any,
 ) -> tuple[Sampled, jax.Array, jax.Array, jax.Array, KVCache]:
     """K steps of decodes with drafts, [B, K, 1 + width] tokens, of which [B, K] are kept; or, for `steps` = 0, one
     step of any kind. `lengths`: [B], of the rows of the call before, where the decodes fed from there begin."""
-    how, given, tokens = _how(rest, draws, masked, asked), tokens, _fed(tokens, before)
+    how, given, tokens = _how(rest, draws, masked, biased, asked), tokens, _fed(tokens, before)
     step = plan.unpack()
     start = jnp.asarray(step.seq_start)
     if steps:

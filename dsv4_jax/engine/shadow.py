@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..manager.transfers import Transfers
-from .executor import Drawn, Shapes, Work
+from .executor import Drawn, Row, Shapes, Work
 from .prompt import Prompt
 
 __all__ = ["Recorded", "ShadowExecutor", "answer_of", "shadow_token"]
@@ -87,12 +87,13 @@ class ShadowExecutor:
                 at = firsts[i] + row.count - 1
                 feeds = source[shard, at]
                 fed, place = int(tokens[shard, at]), starts[i] + row.count - 1
+                mask = self._leant(row, work.masks.get(shard * plan.num_seqs + i))
                 if feeds >= 0:
                     fed, place = self._last[shard][int(feeds)]
                 out = list[int]()
                 for _ in range(work.steps):
                     for more in range(1 + row.drafts):
-                        fed = self._draw(row.seed, place, fed, work.masks.get(shard * plan.num_seqs + i))
+                        fed = self._draw(row.seed, place, fed, mask)
                         out.append(fed)
                         place += 1
                         if more < row.drafts and (fed * 2654435761 % 2**32) >= self.guesses * 2**32:
@@ -117,6 +118,19 @@ class ShadowExecutor:
             drawn.append([targets[shard, firsts[i] : firsts[i] + row.count].tolist() for i, row in enumerate(rows)])
         scores = [[[-float(token) for token in row] for row in rows] for rows in drawn]
         return _Ready(lambda: Drawn(drawn, scores))
+
+    def _leant(self, row: Row, mask: np.ndarray | None) -> np.ndarray | None:
+        """A row's mask with its biases. Its logits are all alike, so the tokens of the largest bias are left."""
+        biases = getattr(row.sampling, "logit_bias", ())
+        if not biases:
+            return mask
+        words = np.full(-(-self.vocab_size // 32), 0xFFFFFFFF, np.uint32) if mask is None else mask
+        allowed = np.unpackbits(words.view(np.uint8), bitorder="little")
+        added = np.zeros(len(allowed))
+        added[[token for token, _ in biases]] = [value for _, value in biases]
+        added[self.vocab_size :] = -np.inf
+        added = np.where(allowed, added, -np.inf)
+        return np.packbits(added == added.max(), bitorder="little").view(np.uint32)
 
     def _draw(self, seed: int, place: int, fed: int, mask: np.ndarray | None) -> int:
         token = shadow_token(seed, place, fed, self.vocab_size)
@@ -151,7 +165,7 @@ class Recorded:
 
 
 def answer_of(prompt: Iterable[int], count: int, seed: int, vocab_size: int) -> list[int]:
-    """What a `ShadowExecutor` answers to a prompt without stops or masks."""
+    """What a `ShadowExecutor` answers to a prompt without stops, masks or biases."""
     text = [*map(int, prompt)]
     for _ in range(count):
         text.append(shadow_token(seed, len(text) - 1, text[-1], vocab_size))

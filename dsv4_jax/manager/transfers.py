@@ -21,7 +21,7 @@ import numpy as np
 from ..errors import PlanError
 from ..plan import SpillPlan, StateBlocksPlan, StateSwapPlan, SwapPlan
 
-__all__ = ["TransferQueue", "TransferStage", "Transfers"]
+__all__ = ["TransferQueue", "TransferStage", "Transfers", "null_states"]
 
 BLOCK, SLOT = "block", "slot"
 HostPages: TypeAlias = int | Sequence[int]
@@ -133,6 +133,17 @@ class Transfers(list[TransferStage]):
         stages = [self[i] for i in range(len(self))]
         names = ("_first", "_stop", "has_own", "_looked_from")
         return Transfers, (stages, self._progress), {name: getattr(self, name) for name in names}
+
+
+def null_states(most: int, blocks: int) -> Transfers:
+    """Copies between slots and blocks that move nothing, of all lengths that plans of up to `most` states have: to run
+    each executable once.
+
+    Args:
+        blocks: that a state takes.
+    """
+    plans = (_blocks_plan([_Copy(0, (), 0, (0,) * blocks)] * (1 << i)) for i in range((most - 1).bit_length() + 1))
+    return Transfers(TransferStage(put_states=plan, get_states=plan) for plan in plans)
 
 
 class _Copy(NamedTuple):

@@ -39,6 +39,7 @@ def draft_step(
     *,
     sampling: jax.Array | None = None,
     masks: jax.Array | None = None,
+    biases: jax.Array | None = None,
     counts: jax.Array | None = None,
     logprobs: bool = False,
     top: int = 0,
@@ -67,7 +68,7 @@ def draft_step(
         width: static; with DSpark at most `block_size`, and a block has all of its rows whatever it is.
         masks: [B, width + 1, ceil(vocab / 32)] uint32: of what follows the known token and each draft. What stands
             behind a draft that the mask before it does not allow is never read.
-        sampling, counts, logprobs, top, routed_experts: as of `sample_step`.
+        sampling, biases, counts, logprobs, top, routed_experts: as of `sample_step`.
         acceptance: static. "coupled": what is sampled is what is sampled without drafts, token for token. "standard":
             it has the distribution of that (`speculative`); more drafts are kept, the more the higher the temperature.
         least_confidence: static, 0 to 1; of DSpark. The first draft of which its head is less sure, and those behind
@@ -90,7 +91,9 @@ def draft_step(
     check_tokens(tokens, plan.num_tokens)
     standard = acceptance == "standard" and sampling is not None  # of likeliest tokens both keep the same
     asked, chosen = dict(logprobs=logprobs, top=top), (standard, least_confidence)
-    how = _How(params, drafts, width, sampling, masks, asked, routed_experts, index_qat, implementation, *chosen)
+    how = _How(
+        params, drafts, width, sampling, masks, biases, asked, routed_experts, index_qat, implementation, *chosen
+    )
     return how.step(cache, plan, tokens, counts)
 
 
@@ -105,6 +108,7 @@ def draft_loop(
     *,
     sampling: jax.Array | None = None,
     masks: jax.Array | None = None,
+    biases: jax.Array | None = None,
     counts: jax.Array | None = None,
     logprobs: bool = False,
     top: int = 0,
@@ -145,7 +149,9 @@ def draft_loop(
         )
     standard = acceptance == "standard" and sampling is not None  # of likeliest tokens both keep the same
     asked, chosen = dict(logprobs=logprobs, top=top), (standard, least_confidence)
-    how = _How(params, drafts, width, sampling, masks, asked, routed_experts, index_qat, implementation, *chosen)
+    how = _How(
+        params, drafts, width, sampling, masks, biases, asked, routed_experts, index_qat, implementation, *chosen
+    )
     plan, tokens = plan.only(tokens >= 0), jnp.maximum(tokens, 0)
 
     def step(carry: tuple, _: None) -> tuple[tuple, tuple[Sampled, jax.Array]]:
@@ -171,6 +177,7 @@ class _How:
     width: int
     sampling: jax.Array | None
     masks: jax.Array | None
+    biases: jax.Array | None
     asked: Mapping[str, Any]
     routed_experts: bool
     index_qat: bool | None
@@ -208,7 +215,7 @@ class _How:
         logits = head(params, jax.tree.map(lambda x: x[rows.reshape(-1)], residual), cfg, self.implementation)
         logits = logits.reshape(*rows.shape, -1)
         position = plan.seq_start + plan.seq_count - np.int32(1) - drafts
-        given: dict[str, Any] = dict(masks=self.masks, counts=here, **self.asked)
+        given: dict[str, Any] = dict(masks=self.masks, biases=self.biases, counts=here, **self.asked)
         if self.standard:
             assert self.sampling is not None
             drawn, kept = accept_standard(
@@ -277,11 +284,11 @@ class _How:
         """Draws draft i with the noise of its place, as the target will; adds to `shares` what they are asked for."""
         masks = None if self.masks is None else self.masks[:, i]
         seen = with_guesses(counts, jnp.stack(before, 1)) if before and counts is not None else counts
+        given = dict(masks=masks, biases=self.biases, counts=seen)
         if not self.standard:
-            asked = dict(masks=masks, counts=seen, implementation=self.implementation)
-            return sample(logits, self.sampling, position, **asked).tokens
+            return sample(logits, self.sampling, position, **given, implementation=self.implementation).tokens
         assert self.sampling is not None
-        shares.append(distribution(logits, self.sampling, masks=masks, counts=seen))
+        shares.append(distribution(logits, self.sampling, **given))
         return draw(shares[-1], self.sampling, position)
 
 

@@ -107,6 +107,7 @@ def sample_step(
     *,
     sampling: jax.Array | None = None,
     masks: jax.Array | None = None,
+    biases: jax.Array | None = None,
     counts: jax.Array | None = None,
     logprobs: bool = False,
     top: int = 0,
@@ -120,6 +121,7 @@ def sample_step(
         sampling: [B, 10] uint32 of `SamplingRows.of`, a row of each sequence; None: all take the likeliest token, in an
             executable that can do nothing else.
         masks: [B, ceil(vocab / 32)] uint32, see `sample`.
+        biases: [B, 2, n] int32 of `bias_rows`, see `sample`.
         counts: [slots, vocab] int32, of penalties: donate them. Rows (`token_counts`) stand where the sequences' slots
             are; what is sampled is added to `Sampled.counts`, unless nobody reads it (`SamplingRows.of`).
         logprobs, top, routed_experts: static; which fields of `Sampled` are wanted.
@@ -135,7 +137,7 @@ def sample_step(
     plan = step.plan
     logits = head(params, _last(residual, plan), cache.layout.cfg, implementation)
     position = jnp.maximum(plan.seq_start + plan.seq_count - np.int32(1), 0)
-    asked: dict[str, Any] = dict(masks=masks, logprobs=logprobs, top=top, implementation=implementation)
+    asked: dict[str, Any] = dict(masks=masks, biases=biases, logprobs=logprobs, top=top, implementation=implementation)
     drawn = sample_rows(logits, plan.seq_slot, position, sampling, counts, **asked)
     return drawn._replace(experts=experts), step.finish()
 
@@ -220,6 +222,7 @@ def decode_loop(
     *,
     sampling: jax.Array | None = None,
     masks: jax.Array | None = None,
+    biases: jax.Array | None = None,
     counts: jax.Array | None = None,
     logprobs: bool = False,
     top: int = 0,
@@ -248,7 +251,7 @@ def decode_loop(
         RequestError: masks for more than one step.
     """
     check_masks(masks, num_steps)
-    asked: dict[str, Any] = dict(masks=masks, logprobs=logprobs, top=top, implementation=implementation)
+    asked: dict[str, Any] = dict(masks=masks, biases=biases, logprobs=logprobs, top=top, implementation=implementation)
     begun = cache.begin(_one_token_each(plan))
     cache, plan = begun.finish(partial=True), begun.plan.settled()  # once for all steps
     check_tokens(tokens, plan.num_seqs)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..checks import INT32_MAX, check_integer
+from ..checks import INT32_MAX, MAX_BIASES, check_integer
 from ..errors import RequestError, ShapeError
 from ..ops.numerics import row_total
 from ..ops.registry import Choice, offered
@@ -30,6 +31,7 @@ __all__ = [
     "Sampled",
     "Sampling",
     "SamplingRows",
+    "bias_rows",
     "counted",
     "distribution",
     "draw",
@@ -45,6 +47,7 @@ __all__ = [
 # Added to a position: further random numbers of the same place, independent of those that `sample` draws with.
 SECOND, THIRD = np.uint32(1 << 31), np.uint32(3 << 30)
 IN_PROMPT = 1 << 30  # of a token's count: it stands in the prompt
+BIAS_SIZES = (32, MAX_BIASES)  # of a row of `bias_rows`: each is an executable of its own
 _INF = np.float32(np.inf)
 
 
@@ -56,8 +59,8 @@ class Sampling:
     of all tokens, `top_k` of those, `top_p` of what is then left. "Likelier" is the order of logits, ties the lower id
     first. At temperature 0 nothing is drawn and filters change nothing.
 
-    Penalties change logits before all that, at temperature 0 as well: `repetition_penalty` those of tokens in prompt or
-    output, the two others those of tokens in the output.
+    Biases and then penalties change logits before all that, at temperature 0 as well: `logit_bias` those of the tokens
+    it names, `repetition_penalty` those of tokens in prompt or output, the two others those of tokens in the output.
 
     Attributes:
         temperature: 0 takes the likeliest token, ties to the lowest id; others from 1e-30 to 1e30, for logits over
@@ -69,6 +72,8 @@ class Sampling:
         presence_penalty: -2 to 2, subtracted once.
         frequency_penalty: -2 to 2, subtracted as often as the token was sampled.
         seed: 64 bits, of the request's random numbers; None: whoever runs the request gives it one.
+        logit_bias: what is added to the logits of which tokens, -100 to 100, of at most 1024 tokens: a mapping, or
+            pairs. It is kept as pairs in the order of ids, without those that add 0.
 
     Raises:
         RequestError: naming the attribute that is out of range, or of a wrong type.
@@ -82,11 +87,12 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int | None = None
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name in ("top_k", "seed"):
+            if field.name in ("top_k", "seed", "logit_bias"):
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
                 raise RequestError(f"{field.name} must be a number, got {brief(value)}")
@@ -105,6 +111,7 @@ class Sampling:
         for name in ("presence_penalty", "frequency_penalty"):
             if not -2 <= getattr(self, name) <= 2:
                 raise RequestError(f"{name} must be in [-2, 2], got {getattr(self, name)}")
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
 
     @property
     def greedy(self) -> bool:
@@ -115,6 +122,13 @@ class Sampling:
     def penalised(self) -> bool:
         """It needs to know which tokens there were (`counts` of a step)."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+    @functools.cached_property
+    def bias_row(self) -> np.ndarray:
+        """Ids and float32 bits of what is added to their logits, [2, n] int32."""
+        pairs: Any = self.logit_bias
+        values = np.array([value for _, value in pairs], np.float32)
+        return np.stack([np.array([token for token, _ in pairs], np.int32), values.view(np.int32)])
 
     @functools.cached_property
     def row(self) -> bytes:
@@ -130,6 +144,28 @@ class Sampling:
         return SETTINGS.pack(self.temperature, reach, self.min_p, *penalties, *last)
 
 
+def _biases(given: Any) -> tuple[tuple[int, float], ...]:
+    """Pairs of ids and biases, by id. Raises `RequestError`."""
+    pairs = given.items() if isinstance(given, Mapping) else given
+    if isinstance(pairs, str | bytes) or not hasattr(pairs, "__len__"):
+        raise RequestError(f"logit_bias must be a mapping or pairs of token ids and numbers, got {brief(given)}")
+    found: dict[int, float] = {}
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise RequestError(f"logit_bias must be a mapping or pairs of token ids and numbers, got {brief(pair)}")
+        token, value = check_integer("a token of logit_bias", pair[0], 0, INT32_MAX, error=RequestError), pair[1]
+        number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+        if not number or not -100 <= value <= 100:
+            raise RequestError(f"logit_bias must be numbers from -100 to 100, got {brief(value)} for token {token}")
+        if token in found:
+            raise RequestError(f"logit_bias has token {token} twice")
+        found[token] = float(value)
+    kept = tuple(sorted((token, value) for token, value in found.items() if value))
+    if len(kept) > MAX_BIASES:
+        raise RequestError(f"logit_bias is of at most {MAX_BIASES} tokens, got {len(kept)}")
+    return kept
+
+
 GREEDY = Sampling()
 
 
@@ -139,7 +175,7 @@ class Sampled(NamedTuple):
     Attributes:
         tokens: [B] int32; of drafts [B, width + 1].
         logprobs: float32 like `tokens`, or None: the raw log-probability of each, log_softmax of the logits as they
-            are, before masks, penalties, temperature and filters.
+            are, before biases, masks, penalties, temperature and filters.
         top_ids, top_logprobs: int32 and float32 [B, N] (or [B, width + 1, N]), or None: the N likeliest tokens by the
             same logits, likeliest first, ties by the lowest id.
         experts: int16 [T, layers, k], or None: which routed experts each token that was fed chose, -1 of padding.
@@ -160,6 +196,7 @@ def sample(
     position: jax.Array | None = None,
     *,
     masks: jax.Array | None = None,
+    biases: jax.Array | None = None,
     counts: jax.Array | None = None,
     logprobs: bool = False,
     top: int = 0,
@@ -167,7 +204,7 @@ def sample(
 ) -> Sampled:
     """Samples a token of each row.
 
-    A row's draw depends on its own logits, settings, mask, counts and position, and on no other row.
+    A row's draw depends on its own logits, settings, mask, biases, counts and position, and on no other row.
 
     Args:
         logits: [B, vocab] float32.
@@ -175,6 +212,7 @@ def sample(
         position: [B] int32, of the tokens that gave the logits; needed with `sampling`.
         masks: [B, ceil(vocab / 32)] uint32 or int32: bit i % 32 of word i // 32 allows token i; None: all tokens are
             allowed. A row without any allowed token draws 0.
+        biases: [B, 2, n] int32 of `bias_rows`; None: no row has any.
         counts: [B, vocab] int32, rows of `token_counts`; None: no row has penalties.
         logprobs: static; whether to give log-probabilities.
         top: static, N of `Sampled.top_ids`; 0: none.
@@ -182,9 +220,9 @@ def sample(
 
     Raises:
         RequestError: `sampling` is there and `position` is not, or `counts` without `sampling`.
-        ShapeError: `sampling`, `masks` or `counts` do not fit the logits.
+        ShapeError: `sampling`, `masks`, `biases` or `counts` do not fit the logits.
     """
-    chosen = logits if masks is None else jnp.where(_allowed(masks, logits.shape), logits, -_INF)
+    chosen = _changed(logits, masks, biases)
     if sampling is None:
         if counts is not None:
             raise RequestError("counts are of penalties, which are settings: they need sampling")
@@ -201,15 +239,19 @@ def sample(
 
 
 def distribution(
-    logits: jax.Array, sampling: jax.Array, *, masks: jax.Array | None = None, counts: jax.Array | None = None
+    logits: jax.Array,
+    sampling: jax.Array,
+    *,
+    masks: jax.Array | None = None,
+    biases: jax.Array | None = None,
+    counts: jax.Array | None = None,
 ) -> jax.Array:
     """What `sample` draws from with these arguments: [B, vocab] float32, each row's sum 1, up to rounding.
 
     Rows of filters sort the vocabulary. At temperature 0 the likeliest token has all of it.
     """
     rows = SamplingRows.unpack(sampling, logits.shape[0])
-    chosen = logits if masks is None else jnp.where(_allowed(masks, logits.shape), logits, -_INF)
-    chosen = _penalised(chosen, rows, counts)
+    chosen = _penalised(_changed(logits, masks, biases), rows, counts)
     ids, warm = jnp.arange(chosen.shape[1], dtype=jnp.int32)[None], rows.temperature > 0
     best = (ids == chosen.argmax(-1)[:, None]).astype(jnp.float32)
 
@@ -264,7 +306,7 @@ def sample_rows(
 
     Args:
         slots: [B] int32, of the sequences, 0 of padding.
-        asked: `masks`, `logprobs` and `top` of `sample`.
+        asked: `masks`, `biases`, `logprobs` and `top` of `sample`.
     """
     drawn = sample(logits, sampling, position, counts=None if counts is None else counts[slots], **asked)
     if counts is None:
@@ -319,9 +361,41 @@ def token_counts(prompt: Any, output: Any, vocab: int) -> np.ndarray:
     return counts
 
 
+def bias_rows(samplings: Iterable[Sampling | None]) -> np.ndarray:
+    """Returns the biases of a step's rows, [B, 2, n] int32: ids, and float32 bits of what is added to their logits.
+
+    n is the least of `BIAS_SIZES` that all of them fit; ids beyond the vocabulary fill what is left of a row.
+
+    Args:
+        samplings: of each row; None: nobody reads what it draws.
+    """
+    each = [None if one is None else one.bias_row for one in samplings]
+    most = max((row.shape[1] for row in each if row is not None), default=0)
+    size = next(size for size in BIAS_SIZES if most <= size)
+    rows = np.zeros((len(each), 2, size), np.int32)
+    rows[:, 0] = INT32_MAX - np.arange(size)
+    for i, row in enumerate(each):
+        if row is not None:
+            rows[i, :, : row.shape[1]] = row
+    return rows
+
+
 def mask_words(vocab: int) -> int:
     """Returns how many words of 32 bits a mask of so many tokens has."""
     return -(-vocab // 32)
+
+
+def _changed(logits: jax.Array, masks: jax.Array | None, biases: jax.Array | None) -> jax.Array:
+    """Logits with biases added, and -inf where a mask allows no token."""
+    if biases is not None:
+        count = logits.shape[0]
+        fits = len(biases.shape) == 3 and biases.shape[:2] == (count, 2) and biases.dtype == np.int32
+        if not fits:
+            raise ShapeError(f"biases are {biases.dtype}{[*biases.shape]}, expected int32[{count}, 2, n] of bias_rows")
+        values = lax.bitcast_convert_type(jnp.asarray(biases)[:, 1], jnp.float32)
+        rows = jnp.arange(count, dtype=jnp.int32)[:, None]
+        logits = jnp.asarray(logits).at[rows, biases[:, 0]].add(values, mode="drop", unique_indices=True)
+    return logits if masks is None else jnp.where(_allowed(masks, logits.shape), logits, -_INF)
 
 
 def _penalised(logits: jax.Array, rows: SamplingRows, counts: jax.Array | None) -> jax.Array:

@@ -45,6 +45,7 @@ def accept(
     position: jax.Array,
     *,
     masks: jax.Array | None = None,
+    biases: jax.Array | None = None,
     counts: jax.Array | None = None,
     **asked: Any,
 ) -> tuple[Sampled, jax.Array]:
@@ -57,6 +58,7 @@ def accept(
         sampling: as of `sample`, of each sequence.
         position: [B] int32, of the known token.
         masks: [B, k + 1, words], of the token after each.
+        biases: [B, 2, n] int32, as of `sample`.
         counts: [B, vocab] int32, before the drafts.
         asked: `logprobs`, `top` and `implementation` of `sample`.
 
@@ -67,7 +69,7 @@ def accept(
     count, width = guesses.shape
     places = position[:, None] + jnp.arange(width + 1, dtype=jnp.int32)[None]
     rows = logits.reshape(count * (width + 1), -1)
-    given = _by_place(guesses, sampling, masks, counts)
+    given = _by_place(guesses, sampling, masks, biases, counts)
     drawn = sample(rows, given.pop("sampling"), places.reshape(-1), **given, **asked)
     drawn = jax.tree.map(lambda x: x.reshape(count, width + 1, *x.shape[1:]), drawn)
     there = _there(drafts, width)
@@ -83,6 +85,7 @@ def accept_standard(
     position: jax.Array,
     *,
     masks: jax.Array | None = None,
+    biases: jax.Array | None = None,
     counts: jax.Array | None = None,
     logprobs: bool = False,
     top: int = 0,
@@ -96,7 +99,7 @@ def accept_standard(
     """
     count, width = guesses.shape
     places = position[:, None] + jnp.arange(width + 1, dtype=jnp.int32)[None]
-    p = distribution(logits.reshape(count * (width + 1), -1), **_by_place(guesses, sampling, masks, counts))
+    p = distribution(logits.reshape(count * (width + 1), -1), **_by_place(guesses, sampling, masks, biases, counts))
     p = p.reshape(count, width + 1, -1)
     own, drafted = (jnp.take_along_axis(x, guesses[..., None], 2)[..., 0] for x in (p[:, :width], shares))
     of_places = jnp.repeat(sampling, width, axis=0, total_repeat_length=count * width)
@@ -118,16 +121,26 @@ def accept_standard(
 
 
 def _by_place(
-    guesses: jax.Array, sampling: jax.Array | None, masks: jax.Array | None, counts: jax.Array | None
+    guesses: jax.Array,
+    sampling: jax.Array | None,
+    masks: jax.Array | None,
+    biases: jax.Array | None,
+    counts: jax.Array | None,
 ) -> dict[str, Any]:
     """What `sample` is given of sequences, with a row for the known token and for each draft: [B * (k + 1), ...]."""
     count, places = guesses.shape[0], guesses.shape[1] + 1
     if counts is not None:
         seen = [with_guesses(counts, guesses[:, :place]) for place in range(places)]
         counts = jnp.stack(seen, 1).reshape(count * places, -1)
-    if sampling is not None:
-        sampling = jnp.repeat(jnp.asarray(sampling), places, axis=0, total_repeat_length=count * places)
-    return dict(sampling=sampling, masks=None if masks is None else masks.reshape(count * places, -1), counts=counts)
+    if masks is not None:
+        masks = masks.reshape(count * places, -1)
+
+    def repeated(rows: jax.Array | None) -> jax.Array | None:
+        if rows is None:
+            return None
+        return jnp.repeat(jnp.asarray(rows), places, axis=0, total_repeat_length=count * places)
+
+    return dict(sampling=repeated(sampling), masks=masks, biases=repeated(biases), counts=counts)
 
 
 def _there(drafts: jax.Array, width: int) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Masks of what a request asks for, from plain data: tokens that never come, or alone; no end too soon; a grammar."""
+"""Masks of what a request asks for, from plain data: no end too soon; a grammar."""
 
 from __future__ import annotations
 
@@ -32,24 +32,15 @@ class Masks:
         """A mask.
 
         Args:
-            asked: all of them optional: `ban`, ids that never come; `only`, those that come alone; `min_tokens`, before
-                which none of `stops` comes; `grammar`, plain data.
+            asked: all of them optional: `min_tokens`, before which none of `stops` comes; `grammar`, plain data.
 
         Raises:
-            RequestError: an id is none, all are forbidden, or the grammar is none.
+            RequestError: an id is none, or the grammar is none.
         """
-        ban, only = self._ids(asked.get("ban", ())), self._ids(asked.get("only", ()))
-        allowed = np.zeros(-(-self.vocab_size // 32) * 32, bool)
-        allowed[: self.vocab_size] = not only
-        allowed[only] = True
-        allowed[ban] = False
-        if not allowed.any():
-            raise RequestError("every token is forbidden")
-        words, early = _packed(allowed), None
         least = check_integer("min_tokens", asked.get("min_tokens", 0), error=RequestError)
-        if least:
-            allowed[self._ids(asked.get("stops", ()))] = False
-            early = _packed(allowed)
+        allowed = np.ones(-(-self.vocab_size // 32) * 32, bool)
+        allowed[self._ids(asked.get("stops", ()))] = False
+        early = np.packbits(allowed, bitorder="little").view(np.uint32)
         grammar = asked.get("grammar")
         fill = None
         if grammar is not None:
@@ -58,13 +49,13 @@ class Masks:
             fill = self._grammar(grammar)
 
         def mask(out: Sequence[int], row: np.ndarray) -> None:
-            allowed = early if early is not None and len(out) < least else words
             if fill is None:
-                row[:] = allowed
-                return
-            fill(out, row)
-            if (row & allowed).any():  # else the grammar is at its end, or wants what is forbidden
-                row &= allowed
+                row[:] = 0xFFFFFFFF
+            else:
+                fill(out, row)
+            # A grammar may be at its end, or want nothing else.
+            if len(out) < least and (fill is None or (row & early).any()):
+                row &= early
 
         return mask
 
@@ -89,7 +80,3 @@ def grammars_of(checkpoint: str | pathlib.Path, vocab_size: int) -> Callable[[An
         return made[0].mask(Constraint(*asked))
 
     return grammar
-
-
-def _packed(allowed: np.ndarray) -> np.ndarray:
-    return np.packbits(allowed, bitorder="little").view(np.uint32)

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from ..checks import MAX_BIASES
 from ..engine.prompt import derived_seed
 from ..untrusted import brief
 from .problems import ApiError, invalid
@@ -21,7 +22,6 @@ __all__ = ["Body", "Wanted", "common", "parse", "prompts"]
 MAX_SAMPLES = 128
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1000  # characters
-MAX_BIASES = 1024
 MAX_PROMPTS = 2048
 _UNSUPPORTED = {  # names, and what a value may be that asks for nothing
     "audio": (None,),
@@ -177,6 +177,7 @@ def common(
         "presence_penalty": body.number("presence_penalty", 0.0, -2, 2),
         "frequency_penalty": body.number("frequency_penalty", 0.0, -2, 2),
         "seed": secrets.randbits(64) if seed is None else seed & (2**64 - 1),
+        "logit_bias": _biases(body, vocab_size),
     }
     if 0 < sampling["temperature"] < 1e-5:
         sampling["temperature"] = 0.0
@@ -188,9 +189,7 @@ def common(
     ids = _token_ids(body, "stop_token_ids", vocab_size)
     if not body.boolean("ignore_eos"):
         ids = [*dict.fromkeys([*end_tokens, *ids])]
-    mask = _biases(body, vocab_size)
-    if least := body.integer("min_tokens", 0, 0):
-        mask |= {"min_tokens": least, "stops": ids}
+    least = body.integer("min_tokens", 0, 0)
     stream, usage = body.boolean("stream"), False
     if (options := body.object("stream_options")) is not None:
         if not stream:
@@ -204,7 +203,7 @@ def common(
         stops=stops,
         stop_tokens=ids,
         logprobs=None,
-        mask=mask or None,
+        mask={"min_tokens": least, "stops": ids} if least else None,
         stream=stream,
         usage=usage,
         priority=body.integer("priority", 0, -(1 << 20), 1 << 20),
@@ -230,27 +229,21 @@ def _token_ids(body: Body, field: str, vocab_size: int) -> list[int]:
     return ids
 
 
-def _biases(body: Body, vocab_size: int) -> dict[str, Any]:
-    """Biases as a mask: the sampler has no others than "never" and "nothing else"."""
-    biases = body.object("logit_bias")
-    mask: dict[str, Any] = {}
+def _biases(body: Body, vocab_size: int) -> list[tuple[int, float]]:
+    """What is added to the logits of which tokens, as a `model.Sampling` has it."""
+    biases, found = body.object("logit_bias"), dict[int, float]()
     for key, value in (biases.fields if biases is not None else {}).items():
         token = int(key) if key.isascii() and key.isdecimal() and len(key) < 10 else -1
-        number = value if isinstance(value, int | float) and not isinstance(value, bool) else None
-        if not 0 <= token < vocab_size or number is None or not -100 <= number <= 100:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not 0 <= token < vocab_size or not number or not -100 <= value <= 100:
             wanted = f"token ids below {vocab_size} and numbers from -100 to 100"
             raise invalid("logit_bias", f"logit_bias must be an object of {wanted}, got {brief({key: value})}")
-        if number not in (0, -100, 100):
-            raise invalid(
-                "logit_bias",
-                f"logit_bias is -100 (never), 100 (nothing else) or 0 here, got {brief(number)} for token {token}",
-                "unsupported_value",
-            )
-        if number:
-            mask.setdefault("ban" if number < 0 else "only", []).append(token)
-    if sum(map(len, mask.values())) > MAX_BIASES:
+        if token in found:
+            raise invalid("logit_bias", f"logit_bias has token {token} twice")
+        found[token] = float(value)
+    if len(found) > MAX_BIASES:
         raise invalid("logit_bias", f"logit_bias has at most {MAX_BIASES} tokens")
-    return mask
+    return [*found.items()]
 
 
 def prompts(body: Body, vocab_size: int, encode: Callable[[str], list[int]]) -> list[list[int]]:

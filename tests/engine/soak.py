@@ -44,7 +44,7 @@ from dsv4_jax.errors import EngineError, HandoffError, PeerError, QueueFullError
 from dsv4_jax.manager import CachePolicy, HostSize, Namespace, SnapshotPlacement
 from dsv4_jax.model import uncached
 from dsv4_jax.model.moe import moe
-from dsv4_jax.model.sampling import SamplingRows, sample, token_counts
+from dsv4_jax.model.sampling import SamplingRows, bias_rows, sample, token_counts
 from dsv4_jax.records import block_record, snapshot_record
 from dsv4_jax.stores import AsyncStore
 from dsv4_jax.tiers.remote import RecordTransport
@@ -81,7 +81,7 @@ class Scene:
     shards: int = 1
     stores: bool = False
     hosts: bool = False  # prompts come from another one, texts are scored, and experts told
-    all_kinds: bool = True  # masks, penalties, plain outputs among others: executables of their own
+    all_kinds: bool = True  # masks, penalties with biases, plain outputs among others: executables of their own
     faults: float = 0.01  # of calls
     every: int = 12  # answers between pauses, sleeps and other weights
     rows: tuple[int, ...] = ()  # of decodes of fewer requests than there are slots
@@ -289,7 +289,7 @@ class Oracle:
             counts[j] = token_counts(asked, before, vocab)
         packed = SamplingRows.of([how] * LIMIT)
         place = (np.arange(LIMIT) + len(asked) - 1 + begin).astype(np.int32)
-        return _sample(rows, packed, place, masks=masks, counts=counts)
+        return _sample(rows, packed, place, masks=masks, biases=bias_rows([how] * LIMIT), counts=counts)
 
     def _close(
         self, prompt: Prompt, one: Completion, rows: np.ndarray, begin: int, j: int, expected: int, drawn: list[int]
@@ -388,7 +388,10 @@ class Users:
             self.engine.score([[1, 2, 3]])
         if self.scene.all_kinds:  # else nobody asks for less
             self.engine.warm_up()
-            warm, strict = dict(sampling=model.Sampling(presence_penalty=1.0)), dict(mask=functools.partial(_mask, 0))
+            warm, strict = (
+                dict(sampling=model.Sampling(presence_penalty=1.0, logit_bias={1: 1.0})),
+                dict(mask=functools.partial(_mask, 0)),
+            )
             asked = [a | b | c for a in ({}, *asked) for b in ({}, warm) for c in ({}, strict)]
         for options in asked:  # alone: its own kind, in chunks, loops and single steps
             for count in (2, 2 + 3 * self.scene.steps * (1 + self.scene.drafts)):
@@ -407,6 +410,7 @@ class Users:
             how |= rng.choice([{}, {}, dict(top_k=9, top_p=0.7, min_p=0.01)])
         if kinds and rng.random() < 0.15:
             how |= dict(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=-0.3)
+            how |= dict(logit_bias={rng.randrange(VOCAB): rng.uniform(-3, 3) for _ in range(rng.randrange(1, 9))})
         options: dict[str, Any] = dict(sampling=model.Sampling(**how))
         options |= dict(logprobs=rng.choice([0, 3, None, None, None] if kinds else [1]))
         if self.scene.hosts and len(text) > 1 and rng.random() < 0.15:

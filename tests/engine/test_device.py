@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
@@ -72,7 +73,35 @@ def test_rows_that_no_decode_can_have_are_refused(weights, rows):
         build.build(weights[0], LAYOUT, SIZE, decode_rows=rows)
 
 
-def test_weights_change_between_steps_and_memory_comes_and_goes(weights, caplog):
+@pytest.fixture
+def compiled(caplog) -> Iterator[Callable[[], list[str]]]:
+    """Says what was compiled since the last time, in any thread: `jax.log_compiles` is of this one."""
+    jax.config.update("jax_log_compiles", True)
+
+    def told() -> list[str]:
+        found = [text.split(" with ")[0] for text in caplog.messages if text.startswith("Compiling")]
+        caplog.clear()
+        return found
+
+    with caplog.at_level(logging.WARNING):
+        yield told
+    jax.config.update("jax_log_compiles", False)
+
+
+def test_nothing_is_compiled_once_it_is_warm(weights, compiled):
+    """Prompts that come alone or together, new ones and such as go on from what is cached."""
+    prompts = [[seed, *TEXT[: 20 + 5 * seed]] for seed in range(8)]
+    with Engine.of(weights[0], LAYOUT, CacheSize(300, 8, 5), chunk_tokens=128) as one:
+        one.warm_up()
+        assert "Compiling jit(_mixed)" in compiled()
+        for some in (prompts[:1], prompts[1:3], prompts[3:], prompts[:3], prompts[2:4], prompts):
+            one.run([Prompt(tokens=tokens, max_new_tokens=3) for tokens in some])
+        counters = one.managers[0].stats().cache.counters
+    assert sum(counters.hit_tokens.values()) > 0 and not counters.evicted_snapshots
+    assert not (found := compiled()), found
+
+
+def test_weights_change_between_steps_and_memory_comes_and_goes(weights, compiled):
     """Tokens after a change are those of an engine that never had other weights; nothing is compiled for it."""
     old, new = weights
     with engine(new, "new") as fresh:
@@ -80,37 +109,39 @@ def test_weights_change_between_steps_and_memory_comes_and_goes(weights, caplog)
     with engine(old, "old") as one:
         before = answer(one)
         assert before != expected
-        with jax.log_compiles(), caplog.at_level(logging.WARNING):
-            wrong = jax.tree.map(lambda x: x, new) | {"embed": new["embed"][:-1]}
-            for params, name, problem in (
-                (wrong, "wrong", r"params\['embed'\] is float32\["),
-                ({}, "wrong", "structure"),
-                (new, "old", "of the weights in use"),
-            ):
-                with pytest.raises(RequestError, match=problem):
-                    one.update_weights(params, name)
-            assert answer(one) == before, "a refusal changes nothing"
+        compiled()
+        wrong = jax.tree.map(lambda x: x, new) | {"embed": new["embed"][:-1]}
+        for params, name, problem in (
+            (wrong, "wrong", r"params\['embed'\] is float32\["),
+            ({}, "wrong", "structure"),
+            (new, "old", "of the weights in use"),
+        ):
+            with pytest.raises(RequestError, match=problem):
+                one.update_weights(params, name)
+        assert answer(one) == before, "a refusal changes nothing"
 
-            one.pause()
-            waiting = one.add(Prompt(tokens=TEXT, max_new_tokens=6))
-            one.update_weights(new, "new")
-            assert not waiting.done
-            one.resume()
-            done = waiting.result(PATIENCE)
-            assert done.tokens == expected and done.cached == 0 and done.weights_id == "new"
-            assert one.add(Prompt(tokens=TEXT, max_new_tokens=1)).result(PATIENCE).cached == 64, (
-                "of the new ones it is found"
-            )
+        one.pause()
+        waiting = one.add(Prompt(tokens=TEXT, max_new_tokens=6))
+        one.update_weights(new, "new")
+        assert not waiting.done
+        one.resume()
+        done = waiting.result(PATIENCE)
+        assert done.tokens == expected and done.cached == 0 and done.weights_id == "new"
+        assert one.add(Prompt(tokens=TEXT, max_new_tokens=1)).result(PATIENCE).cached == 64, (
+            "of the new ones it is found"
+        )
 
+        one.sleep()
+        with pytest.raises(EngineError):
             one.sleep()
-            with pytest.raises(EngineError):
-                one.sleep()
-            waiting = one.add(Prompt(tokens=TEXT, max_new_tokens=6))
-            one.wakeup()
-            done = waiting.result(PATIENCE)
-            assert done.tokens == expected and done.cached == 64, "it was on the host"
-        compiled = [text for text in caplog.messages if "Compiling" in text and ("_mixed" in text or "_decode" in text)]
-        assert not compiled, compiled
+        waiting = one.add(Prompt(tokens=TEXT, max_new_tokens=6))
+        one.wakeup()
+        done = waiting.result(PATIENCE)
+        assert done.tokens == expected and done.cached == 64, "it was on the host"
+        found = compiled()
+        assert not [text for text in found if "_mixed" in text or "_decode" in text], found
+        one.update_weights(new, "again", donate=True)  # the very same, which are not given up
+        assert answer(one) == expected
 
 
 def test_a_prompt_of_another_engine_is_gone_on_with(weights):

@@ -38,14 +38,23 @@ def greedy(params) -> list[list[int]]:
     return generate(params)
 
 
-def test_greedy_continues_with_the_likeliest_tokens(params, greedy):
-    """Every token drawn is the argmax of the uncached model on all tokens before it."""
+@pytest.mark.parametrize("biased", [False, True])
+def test_greedy_continues_with_the_likeliest_tokens(params, greedy, biased):
+    """Every token drawn is the argmax of the uncached model on all tokens before it, with what is added to them."""
+    added = np.zeros(CFG.vocab_size, np.float32)
+    if biased:
+        added[greedy[0]], added[greedy[1]], added[::7] = -100, -0.25, 0.5
+        sampling = model.Sampling(logit_bias=dict(enumerate(added.tolist())))
+        drawn = generate(params, sampling=sampling)
+        assert drawn == generate(params, sampling=sampling, decode_steps=1) and drawn[:2] != greedy[:2]
+        assert drawn[:1] == generate(params, PROMPTS[:1], sampling=sampling)
+        greedy = drawn
     assert [len(drawn) for drawn in greedy] == [9] * 4
     for prompt, drawn in zip(PROMPTS, greedy, strict=True):
         # Causal: one length for all, padded behind, is one executable.
         text = np.zeros(80, np.int32)
         text[: len(prompt) + 9] = prompt + drawn
-        logits = np.asarray(uncached(CFG, params, text))[len(prompt) - 1 :][:9]
+        logits = np.asarray(uncached(CFG, params, text))[len(prompt) - 1 :][:9] + added
         assert logits.argmax(-1).tolist() == drawn
     assert greedy[1] == greedy[3]
 
@@ -196,6 +205,7 @@ def test_a_manager_with_a_host_tier_is_refused(params):
         (dict(max_new_tokens=True), PlanError, "max_new_tokens must be an integer of at least 1, got True"),
         (dict(chunk_tokens=32.0), PlanError, "chunk_tokens must be an integer"),
         (dict(seed=2**64), PlanError, "seed must be an integer from"),
+        (dict(sampling=model.Sampling(logit_bias={256: 1})), RequestError, "logit_bias: token 256 is outside"),
         (dict(sampling=None), PlanError, "sampling must be a Sampling, got None"),
         (dict(stop_tokens="12"), PlanError, "stop_tokens must be integers, got '1'"),
         (dict(stop_tokens=5), PlanError, "stop_tokens must be token ids, got 5"),

@@ -14,7 +14,7 @@ from dsv4_jax import CacheLayout, init_cache, model
 from dsv4_jax.layout import CacheSize
 from dsv4_jax.manager import KVCacheManager
 from dsv4_jax.model import SamplingRows
-from dsv4_jax.model.sampling import sample_rows, token_counts
+from dsv4_jax.model.sampling import bias_rows, sample_rows, token_counts
 
 from .feeding import CFG, decode_step, prefill, text_tokens
 
@@ -47,15 +47,17 @@ def prefilled(params):
 @pytest.mark.slow
 def test_loop_equals_steps(params):
     """The same tokens, log-probabilities, routes and counts, the same cache bytes; each call consumes its cache."""
-    hows = [model.Sampling(0.8, 20, 0.9, frequency_penalty=0.3, seed=5), model.Sampling(1.2, min_p=0.02, seed=5)]
+    hows = [model.Sampling(0.8, 20, 0.9, frequency_penalty=0.3, seed=5, logit_bias={7: 2.5, 9: -100})]
+    hows += [model.Sampling(1.2, min_p=0.02, seed=5)]
     sampling, asked = SamplingRows.of(hows), dict(logprobs=True, top=2, routed_experts=True)
+    biases = bias_rows(hows)
     start, manager, requests, first = prefilled(params)
     counts = np.zeros((SIZE.slot_units, CFG.vocab_size), np.int32)
     for request in requests:
         counts[request.slot] = token_counts(request.tokens, [], CFG.vocab_size)
     shape = manager.pinned_shape(2, steps=STEPS)
     plan = manager.plan_step([(r, 1) for r in requests], steps=STEPS, shape=shape)
-    run = dict(sampling=sampling, counts=counts, **asked)
+    run = dict(sampling=sampling, biases=biases, counts=counts, **asked)
     looped, loop_cache = decode_loop(params, start, plan.pack(), first, num_steps=STEPS, **run)
     looped = jax.tree.map(np.asarray, looped)
     assert looped.tokens.shape == looped.logprobs.shape == (STEPS, 2) and looped.top_ids.shape == (STEPS, 2, 2)
@@ -71,7 +73,7 @@ def test_loop_equals_steps(params):
             drawn, cache = sample_step(params, cache, plan.pack(), tokens, **run | dict(counts=counts))
         else:
             logits, cache = decode_step(params, cache, plan.pack(), tokens)
-            plain = {name: asked[name] for name in ("logprobs", "top")}
+            plain = {name: asked[name] for name in ("logprobs", "top")} | dict(biases=biases)
             drawn = draw(logits, plan.seq_slot, plan.token_position, sampling, counts, **plain)
             drawn = drawn._replace(experts=looped.experts[i])
         assert all(leaf.is_deleted() for leaf in before.arrays.values())

@@ -18,7 +18,7 @@ from dsv4_jax.manager import CachePolicy, KVCacheManager, SnapshotPlacement, Ste
 from dsv4_jax.manager.planning import build_plan
 from dsv4_jax.manager.step_shape import StepSequence
 from dsv4_jax.model.ahead import moved
-from dsv4_jax.model.sampling import Sampling, SamplingRows, distribution, draw, sample
+from dsv4_jax.model.sampling import Sampling, SamplingRows, bias_rows, distribution, draw, sample
 from dsv4_jax.model.speculative import accept, accept_standard
 
 from . import test_mtp
@@ -77,7 +77,8 @@ def generate(params, prompts=PROMPTS, *, cache=None, manager=None, **options):
         (None, Sampling(), 1.0, 1.3),
         (0.0, Sampling(), 2.5, 3.0),
         (0.02, Sampling(), 1.4, 2.5),
-        (0.02, Sampling(0.6, top_k=30, top_p=0.98), 1.1, 2.9),
+        (0.02, Sampling(0.6, top_k=30, top_p=0.98, logit_bias=dict.fromkeys(range(0, 32, 2), 0.75)), 1.1, 2.9),
+        (0.0, Sampling(logit_bias=dict.fromkeys(range(16), -100)), 2.5, 3.0),
     ],
 )
 def test_output_is_that_without_drafts(params, strength, sampling, least, most) -> None:
@@ -86,6 +87,8 @@ def test_output_is_that_without_drafts(params, strength, sampling, least, most) 
     expected, _, _ = generate(given, **options)
     drawn, sizes, _ = generate(given, drafts=2, **options)
     assert drawn == expected
+    if sampling.logit_bias:
+        assert drawn != generate(given, **options | dict(sampling=dataclasses.replace(sampling, logit_bias=())))[0]
     # The first token of each is drawn by the step that ends its prompt.
     per_step = (sum(sizes) - len(PROMPTS)) / (len(sizes) - len(PROMPTS))
     assert sum(sizes) == NEW * len(PROMPTS) and max(sizes) <= 3 and least <= per_step <= most, per_step
@@ -109,24 +112,29 @@ def by_the_standard_rule(setting: Sampling, rule: str, count: int) -> tuple[np.n
     )
     q = [near + np.float32(0.7) * (far - near) for near, far in zip(p, q, strict=True)]
     rows = SamplingRows.of([dataclasses.replace(setting, seed=seed) for seed in range(count)])
+    biased: Any = dict(biases=bias_rows([setting] * count)) if setting.logit_bias else {}
+    added = np.zeros(vocab, np.float32)
+    for token, value in setting.logit_bias:
+        added[token] = value
     place = jnp.zeros(count, jnp.int32) + np.int32(9)
 
     @jax.jit
     def drawn(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-        first = distribution(jnp.broadcast_to(q[0], (count, vocab)), rows)
+        first = distribution(jnp.broadcast_to(q[0], (count, vocab)), rows, **biased)
         x = draw(first, rows, place)
-        second = distribution(jnp.asarray(q[1])[x], rows)
+        second = distribution(jnp.asarray(q[1])[x], rows, **biased)
         y = draw(second, rows, place + np.int32(1))
         logits = [jnp.broadcast_to(p[0], (count, vocab)), jnp.asarray(p[1])[x], jnp.asarray(p[2])[x * vocab + y]]
         drafts = {"all": jnp.full_like(x, 2), "by the first": 1 + x % 2, "by the second": 1 + y % 2}[rule]
         shares = jnp.stack([first, second], 1)
-        drawn, kept = accept_standard(jnp.stack(logits, 1), jnp.stack([x, y], 1), shares, drafts, rows, place)
+        drawn, kept = accept_standard(jnp.stack(logits, 1), jnp.stack([x, y], 1), shares, drafts, rows, place, **biased)
         # A second token that this step has not drawn is drawn by the next one, which knows of no draft.
-        after = draw(distribution(jnp.asarray(p[1])[drawn.tokens[:, 0]], rows), rows, place + np.int32(1))
+        then = distribution(jnp.asarray(p[1])[drawn.tokens[:, 0]], rows, **biased)
+        after = draw(then, rows, place + np.int32(1))
         return jnp.where(kept > 1, drawn.tokens[:, 1], after) + np.int32(vocab) * drawn.tokens[:, 0], kept
 
     of_all = SamplingRows.of([dataclasses.replace(setting, seed=0)] * (1 + vocab))
-    shares = np.asarray(distribution(jnp.concatenate([p[0], p[1]]), of_all), np.float64)
+    shares = np.asarray(distribution(np.concatenate([p[0], p[1]]) + added, of_all), np.float64)
     pairs, kept = drawn(rows)
     expected = count * (shares[0][:, None] * shares[1:]).reshape(-1)
     return np.bincount(pairs, minlength=vocab**2), expected, float(kept.mean()) - 1
@@ -140,7 +148,11 @@ def unlikely(found: np.ndarray, expected: np.ndarray) -> bool:
 
 
 @pytest.mark.parametrize(
-    "setting", [pytest.param(Sampling(1.0), marks=pytest.mark.slow), Sampling(0.8, top_k=4, top_p=0.9, min_p=0.05)]
+    "setting",
+    [
+        pytest.param(Sampling(1.0), marks=pytest.mark.slow),
+        Sampling(0.8, top_k=4, top_p=0.9, min_p=0.05, logit_bias={0: 0.6, 3: -0.9}),
+    ],
 )
 def test_the_standard_rule_draws_from_the_target(setting) -> None:
     """Also if drafts are cut off by what is known before them. Who looks at the draft itself draws otherwise."""
@@ -315,8 +327,8 @@ def test_equal_distributions_are_always_right() -> None:
         assert (kept == 3).all()
 
 
-def test_penalties_and_masks_of_drafts() -> None:
-    """A place has the counts of what was drafted before it, and a mask of its own."""
+def test_penalties_biases_and_masks_of_drafts() -> None:
+    """A place has the counts of what was drafted before it, a mask of its own, and the biases of its sequence."""
     logits = np.zeros((3, WORDS))
     logits[:, 5], logits[:, 6] = 3, 2
     how = Sampling(presence_penalty=2.0)
@@ -326,6 +338,10 @@ def test_penalties_and_masks_of_drafts() -> None:
     drawn, kept, _ = verified(logits, logits[:2], how, **state)
     # Both drafts are token 5, as if nothing were counted: the second is wrong.
     assert (drawn == [5, 6, 9]).all() and (kept == 2).all()
+    biases = bias_rows([Sampling(logit_bias={7: 2.5}), Sampling(logit_bias={7: 3.5})] * (COUNT // 2))
+    drawn, kept, _ = verified(logits, logits[:2], how, biases=biases, **state)
+    assert (drawn[::2] == [5, 7, 9]).all() and (kept[::2] == 2).all()
+    assert (drawn[1::2] == [7, 7, 9]).all() and (kept[1::2] == 1).all()
 
 
 # In the formats and widths of the released models.

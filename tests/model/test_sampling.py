@@ -13,10 +13,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from dsv4_jax.checks import MAX_BIASES
 from dsv4_jax.errors import RequestError, ShapeError
 from dsv4_jax.model import Sampling, SamplingRows
 from dsv4_jax.model import sampling as samplers
-from dsv4_jax.model.sampling import IN_PROMPT, log_probabilities, token_counts
+from dsv4_jax.model.sampling import IN_PROMPT, bias_rows, log_probabilities, token_counts
 from dsv4_jax.ops.sample_tokens import noise, threefry
 
 from ..ops.op_test import OpTest
@@ -70,6 +71,8 @@ def oracle(
 ) -> tuple[int, float]:
     """The token that a row [vocab] draws, and the margin of what is kept, by which rounding might decide."""
     logits = logits.astype(np.float32)
+    for token, value in how.logit_bias:
+        logits[token] += np.float32(value)
     if allowed is not None:
         logits = np.where(allowed, logits, -np.inf)
     if counts is not None:
@@ -93,6 +96,7 @@ some_settings = st.builds(
     presence_penalty=st.sampled_from([0.0, -1.0, 0.75]),
     frequency_penalty=st.sampled_from([0.0, -0.25, 0.5]),
     seed=st.integers(-(2**63), 2**64 - 1),
+    logit_bias=st.dictionaries(st.integers(0, VOCAB - 1), st.sampled_from([-100.0, -1.25, 0.0, 0.5, 100.0])),
 )
 few_tokens = st.lists(st.integers(0, VOCAB - 1), max_size=8)
 some_rows = st.lists(
@@ -112,12 +116,13 @@ class SamplingTest(OpTest):
         """MANY draws from the same logits, each at a position of its own."""
         rows = np.broadcast_to(np.asarray(logits, np.float32), (MANY, len(logits)))
         packed = SamplingRows.of([dataclasses.replace(how, seed=0)] * MANY)
-        return np.asarray(self.sample(rows, packed, np.arange(MANY, dtype=np.int32)).tokens)
+        state = dict(biases=bias_rows([how] * MANY)) if how.logit_bias else {}
+        return np.asarray(self.sample(rows, packed, np.arange(MANY, dtype=np.int32), **state).tokens)
 
     @given(rows=some_rows)
     @settings(max_examples=150)
     def test_each_row_draws_what_a_sort_in_float64_draws(self, rows) -> None:
-        """Filters, penalties, masks and temperatures mixed in one executable."""
+        """Filters, penalties, biases, masks and temperatures mixed in one executable."""
         logits, hows, at, prompts, outputs, bits = zip(*rows, strict=True)
         counts = np.stack([token_counts(p, o, VOCAB) for p, o in zip(prompts, outputs, strict=True)])
         allowed = np.ones((4, VOCAB), bool)
@@ -128,7 +133,8 @@ class SamplingTest(OpTest):
         each = [oracle(*row) for row in zip(logits, hows, perturbation, counts, allowed, strict=True)]
         wanted, margins = zip(*each, strict=True)
         assume(min(margins) > 1e-5)
-        drawn = self.sample(np.stack(logits), packed, position, masks=packed_mask(allowed), counts=counts)
+        state = dict(masks=packed_mask(allowed), biases=bias_rows(hows)[:, :, :VOCAB], counts=counts)
+        drawn = self.sample(np.stack(logits), packed, position, **state)
         assert drawn.tokens.tolist() == [*wanted]
         assert drawn.tokens.dtype == np.int32 and drawn.logprobs is None and drawn.top_ids is None
 
@@ -148,10 +154,19 @@ class SamplingTest(OpTest):
     def test_draws_have_the_distribution_of_the_settings(self) -> None:
         """Chi-square of each, at one in a thousand."""
         logits = np.random.default_rng(3).normal(0, 1, 11)
-        for how, degrees in ((Sampling(0.7), 29.6), (Sampling(1.3, top_k=5), 18.5), (Sampling(1.0, top_p=0.8), 29.6)):
-            scaled = logits / how.temperature
+        biased = {0: -3.5, 4: 1.25, 7: 0.5, 10: -100.0}
+        for how, degrees in (
+            (Sampling(0.7), 29.6),
+            (Sampling(1.3, top_k=5), 18.5),
+            (Sampling(1.0, top_p=0.8), 29.6),
+            (Sampling(0.7, logit_bias=biased), 29.6),
+            (Sampling(1.3, top_k=5, logit_bias=biased), 18.5),
+        ):
+            added = np.zeros(11)
+            added[[token for token, _ in how.logit_bias]] = [value for _, value in how.logit_bias]
+            scaled = (logits + added) / how.temperature
             chance = softmax(np.where(kept(scaled, how)[0], scaled, -np.inf))
-            seen, some = np.bincount(self.draws(how, logits), minlength=11), chance > 0
+            seen, some = np.bincount(self.draws(how, logits), minlength=11), chance > 1e-30
             assert not seen[~some].any()
             assert (((seen - MANY * chance) ** 2)[some] / (MANY * chance)[some]).sum() < degrees, how
 
@@ -165,15 +180,20 @@ class SamplingTest(OpTest):
     def test_a_draw_depends_on_its_own_row_only(self) -> None:
         rng = np.random.default_rng(1)
         logits = rng.normal(0, 2, (5, VOCAB)).astype(np.float32)
-        hows = [Sampling(0.8, seed=1), Sampling(), Sampling(1.0, 4, 0.9, seed=1), Sampling(1.5, min_p=0.1, seed=-3)]
+        biased = {token: 0.1 * token for token in range(1, 33)}
+        hows = [Sampling(0.8, seed=1, logit_bias={3: 2.5}), Sampling(logit_bias={5: 7.25})]
+        hows += [Sampling(1.0, 4, 0.9, seed=1), Sampling(1.5, min_p=0.1, seed=-3, logit_bias=biased)]
         position, packed = np.array([4, 9, 4, 2**30, 0], np.int32), SamplingRows.of([*hows, None])
-        together = self.sample(logits, packed, position, logprobs=True, top=3)
+        biases = bias_rows([*hows, None])
+        together = self.sample(logits, packed, position, biases=biases, logprobs=True, top=3)
         order = np.array([3, 0, 4, 2, 1])
-        shuffled = self.sample(logits[order], packed[order], position[order], logprobs=True, top=3)
+        given = (x[order] for x in (logits, packed, position))
+        shuffled = self.sample(*given, biases=biases[order], logprobs=True, top=3)
         jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[order], y), together, shuffled)
         for i in range(5):
             each = (x[i : i + 1] for x in (logits, packed, position))
-            alone = self.sample(*each, logprobs=True, top=3)
+            biased = bias_rows([*hows, None][i : i + 1]) if i in (0, 1, 3) else None
+            alone = self.sample(*each, biases=biased, logprobs=True, top=3)
             jax.tree.map(lambda x, y, i=i: np.testing.assert_array_equal(x[i : i + 1], y), together, alone)
 
     @pytest.mark.parametrize(
@@ -259,6 +279,19 @@ def test_log_probabilities_are_raw() -> None:
     )
     tokens = np.asarray(drawn.tokens)
     assert allowed[np.arange(3), tokens].all()
+    biases = bias_rows(
+        [dataclasses.replace(how, logit_bias={token: 3.0}) for how, token in zip(hows, tokens, strict=True)]
+    )
+    again = sample(
+        logits,
+        SamplingRows.of(hows),
+        np.arange(3, dtype=np.int32),
+        masks=packed_mask(allowed),
+        biases=biases,
+        logprobs=True,
+        top=4,
+    )
+    jax.tree.map(np.testing.assert_array_equal, again, drawn)  # what won wins by more, and is told as likely as it was
     exact = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum(-1, keepdims=True))
     np.testing.assert_allclose(drawn.logprobs, exact[np.arange(3), tokens], rtol=1e-6, atol=1e-6)
     best = np.argsort(-exact, 1, kind="stable")[:, :4]
@@ -296,6 +329,21 @@ def test_a_row_is_made_once_a_request() -> None:
     assert SamplingRows.of([]).shape == (0, 10)
 
 
+def test_biases_are_pairs_in_rows_of_few_sizes() -> None:
+    how = Sampling(logit_bias={9: -0.5, 2: 100, 4: 0})
+    assert how.logit_bias == ((2, 100.0), (9, -0.5)) and how == Sampling(logit_bias=[[9, -0.5], (np.int64(2), 100.0)])
+    assert dataclasses.replace(how, seed=3).logit_bias == how.logit_bias and how.greedy and not how.penalised
+    rows = bias_rows([None, how])
+    assert rows.shape == (2, 2, 32) and rows.dtype == np.int32
+    assert rows[1, 0, :2].tolist() == [2, 9] and rows[1, 1, :2].view(np.float32).tolist() == [100, -0.5]
+    assert (rows[0, 0] > 2**31 - 33).all() and not rows[:, 1, 2:].any()
+    most = Sampling(logit_bias=dict.fromkeys(range(MAX_BIASES), 1.0))
+    assert bias_rows([most, how]).shape == (2, 2, MAX_BIASES)
+    # Tokens in no row change nothing, though the vocabulary is smaller than a row.
+    logits = np.float32([[0, 1, 0.5], [0, 1, 0.5]])
+    assert sample(logits, biases=bias_rows([None, Sampling(logit_bias={0: 1.5})])).tokens.tolist() == [1, 0]
+
+
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [
@@ -307,6 +355,10 @@ def test_a_row_is_made_once_a_request() -> None:
         ("presence_penalty", [2.5, -2.5, float("nan"), "1"]),
         ("frequency_penalty", [2.5, -2.5, float("nan"), None]),
         ("seed", [1.5, 2**64, -(2**63) - 1, True]),
+        ("logit_bias", [None, 5, "12", b"12", [1], [(1, 2, 3)], ["12"], {1: 1}.items, (x for x in [(1, 2)])]),
+        ("logit_bias", [{1: value} for value in (100.5, -101, float("nan"), float("inf"), "1", True, None)]),
+        ("logit_bias", [{token: 1.0} for token in (-1, 2**31, 1.5, "1", True, None)]),
+        ("logit_bias", [[(1, 2.0), (1, 2.0)], dict.fromkeys(range(MAX_BIASES + 1), 1.0)]),
     ],
 )
 def test_impossible_settings_are_named(name, wrong) -> None:
@@ -315,12 +367,15 @@ def test_impossible_settings_are_named(name, wrong) -> None:
             Sampling(**{name: value})
 
 
-def test_masks_and_counts_that_do_not_fit() -> None:
+def test_masks_biases_and_counts_that_do_not_fit() -> None:
     logits, packed, at = np.zeros((2, VOCAB), np.float32), SamplingRows.of([Sampling()] * 2), np.zeros(2, np.int32)
     call = functools.partial(samplers.sample, logits, packed, at)
     for masks in (np.zeros((2, 1), np.uint32), np.zeros((1, WORDS), np.uint32), np.zeros((2, WORDS), np.float32)):
         with pytest.raises(ShapeError, match=r"masks are .*, expected uint32\[2, 2\]"):
             call(masks=masks)
+    for biases in (np.zeros((2, 2), np.int32), np.zeros((1, 2, 4), np.int32), np.zeros((2, 2, 4), np.float32)):
+        with pytest.raises(ShapeError, match=r"biases are .*, expected int32\[2, 2, n\]"):
+            call(biases=biases)
     with pytest.raises(ShapeError, match=r"counts are int32\[1, 37\], expected int32\[2, 37\]"):
         call(counts=np.zeros((1, VOCAB), np.int32))
     with pytest.raises(ShapeError, match=r"sampling is uint32\[1, 10\], expected uint32\[2, 10\]"):

@@ -96,6 +96,14 @@ def test_json_of_a_schema(client):
     assert set(json.loads(answer.choices[0].message.content)) == {"sure"}
 
 
+def test_biases(client):
+    """Tokens that nobody named come no more once some of them are named, and none of those alike comes first."""
+    letters = [BYTE_TOKENS - 256 + ord(char) for char in "xyz"]
+    for biases, said in (({letters[0]: 1, letters[1]: 1, letters[2]: 0.5}, set("xy")), ({letters[2]: 0.01}, {"z"})):
+        biases = {str(token): value for token, value in biases.items()}
+        assert set(chat(client, logit_bias=biases).choices[0].message.content) == said
+
+
 def test_logprobs(client):
     answer = chat(client, logprobs=True, top_logprobs=0, max_completion_tokens=6)
     content = answer.choices[0].logprobs.content
@@ -120,7 +128,7 @@ def test_errors_are_openais(client):
         (openai.BadRequestError, {"max_completion_tokens": 10**6}),
         (openai.BadRequestError, {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}}),
         (openai.BadRequestError, {"top_logprobs": 5}),
-        (openai.BadRequestError, {"logit_bias": {"5": 1}}),
+        (openai.BadRequestError, {"logit_bias": {"5": 101}}),
     ):
         with pytest.raises(kind) as caught:
             chat(client, **change)

@@ -8,6 +8,8 @@ import pytest
 
 from dsv4_jax.engine.prompt import derived_seed
 from dsv4_jax.serve.config import Config
+from dsv4_jax.serve.problems import ApiError
+from dsv4_jax.serve.requests import Body, common
 from dsv4_jax.text import BYTE_TOKENS, Tokenizer, save_byte_tokenizer
 
 from .serving import Stand
@@ -83,12 +85,15 @@ def test_ends_that_are_ignored_are_no_text(stand):
     assert choice["token_ids"] == ids and said["usage"]["completion_tokens"] == len(ids)
 
 
-def test_masks_of_biases_and_least_tokens(stand):
-    only = ids_of(stand, logit_bias={"50": 100, "60": 100})[0]
-    assert len(only) == 24 and set(only) <= {50, 60}
+def test_biases_and_least_tokens(stand):
+    """The shadow's logits are all alike: it samples tokens of the largest bias."""
+    only = ids_of(stand, logit_bias={"50": 2.5, "60": 2.5, "70": 2, "80": -7})[0]
+    assert len(only) == 24 and set(only) == {50, 60}
     drawn = set(ids_of(stand, ignore_eos=True)[0])
-    banned = {str(token): -100 for token in drawn}
+    banned = {str(token): -0.5 for token in drawn}
     assert not drawn & set(ids_of(stand, logit_bias=banned, ignore_eos=True)[0])
+    nothing = dict.fromkeys(map(str, range(272)), 0)
+    assert ids_of(stand, logit_bias=nothing, ignore_eos=True) == ids_of(stand, ignore_eos=True)
     stops = [token for token in range(2, 272) if token % 2]
     (some,) = ids_of(stand, stop_token_ids=stops, min_tokens=20)
     assert len(some) >= 20 and not set(some[:20]) & {END_TOKEN, *stops}
@@ -124,10 +129,17 @@ def test_logprobs(stand):
         ({"stop": ["a"] * 17}, "stop", 400),
         ({"stop": 5}, "stop", 400),
         ({"logprobs": 21}, "logprobs", 400),
-        ({"logit_bias": {"5": 3}}, "logit_bias", 400),
+        ({"logit_bias": {"5": 100.5}}, "logit_bias", 400),
+        ({"logit_bias": {"5": -101}}, "logit_bias", 400),
+        ({"logit_bias": {"5": True}}, "logit_bias", 400),
+        ({"logit_bias": {"5": "3"}}, "logit_bias", 400),
+        ({"logit_bias": {"5": None}}, "logit_bias", 400),
+        ({"logit_bias": {"5": float("nan")}}, None, 400),
         ({"logit_bias": {"x": 100}}, "logit_bias", 400),
+        ({"logit_bias": {"-1": 1}}, "logit_bias", 400),
+        ({"logit_bias": {"272": 1}}, "logit_bias", 400),
+        ({"logit_bias": {"5": 1, "05": 1}}, "logit_bias", 400),
         ({"logit_bias": [1]}, "logit_bias", 400),
-        ({"logit_bias": {str(i): -100 for i in range(272)}}, None, 400),
         ({"suffix": "end"}, "suffix", 400),
         ({"best_of": 3}, "best_of", 400),
         ({"stream_options": {"include_usage": True}}, "stream_options", 400),
@@ -144,6 +156,12 @@ def test_bad_fields_are_named(stand, change, param, status):
     found, said = stand.post("/v1/completions", body)
     assert (found, said["error"]["param"]) == (status, param), said
     assert said["error"]["type"] in ("invalid_request_error", "not_found_error") and said["error"]["message"]
+
+
+def test_biases_of_too_many_tokens_are_refused():
+    biases = Body({"logit_bias": dict.fromkeys(map(str, range(1025)), 1)})
+    with pytest.raises(ApiError, match="at most 1024 tokens"):
+        common(biases, vocab_size=1025, end_tokens=[END_TOKEN], top=0)
 
 
 def test_null_and_unknown_fields_are_nothing(stand):

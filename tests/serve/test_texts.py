@@ -19,6 +19,8 @@ from dsv4_jax.model import Sampling
 from ..model.feeding import HCA
 from .serving import END, VOCAB, Stand
 
+# Of a third of the conversations, by the official client's field: a ban, and some that come more or less often.
+BIASES = {token: (token % 9 - 4) / 2 for token in range(20, 120)} | {130: -100, 131: 3.25}
 CFG = DSV4Config.tiny(layer_types=(HCA,), vocab_size=VOCAB)
 LAYOUT = CacheLayout(CFG, "f32", "f32", block_tokens=16)
 SIZE, MOST, SEED = CacheSize(600, 4, 90, num_snapshots=40), 12, 11
@@ -46,6 +48,7 @@ def test_conversations_are_those_of_the_model_alone(tmp_path, count):
             """All that the answers were asked by, and the answers."""
             chance, found = random.Random(number), dict[int, Any]()
             tools = {"tools": TOOLS} if number % 3 == 2 else {}
+            biases = {"logit_bias": {str(token): value for token, value in BIASES.items()}} if number % 3 == 1 else {}
             # A block and more, many of them alike.
             turns: list[Any] = [{"role": "system", "content": f"{WORDS[number % 2]} " * 20}]
             for turn in range(2):
@@ -53,7 +56,7 @@ def test_conversations_are_those_of_the_model_alone(tmp_path, count):
                 content = " ".join(chance.choice(WORDS) for _ in range(chance.randrange(1, 20)))
                 turns.append({"role": "user", "content": content})
                 prompt = stand.post("/tokenize", {"messages": turns} | tools)[1]["tokens"]
-                said = say(turns, index, **tools)
+                said = say(turns, index, **tools, **biases)
                 (choice,) = said["choices"]
                 found[index] = prompt, choice["token_ids"], [*turns], tools, choice["message"]["content"]
                 turns.append(choice["message"])
@@ -79,8 +82,13 @@ def test_conversations_are_those_of_the_model_alone(tmp_path, count):
     asked = [found[number] for number in range(2 * count)]
     assert sum(each > 0 for each in cached) >= count, "second turns go on from first ones"
     manager = KVCacheManager(LAYOUT, SIZE)
-    options = dict(max_new_tokens=MOST, chunk_tokens=64, sampling=Sampling(temperature=0.9), seed=SEED)
-    alone, _ = model.generate(params, init_cache(LAYOUT, SIZE), manager, [prompt for prompt, *_ in asked], **options)
+    options = dict(max_new_tokens=MOST, chunk_tokens=64, seed=SEED)
+    prompts, cache = [prompt for prompt, *_ in asked], init_cache(LAYOUT, SIZE)
+    plain, cache = model.generate(params, cache, manager, prompts, sampling=Sampling(temperature=0.9), **options)
+    how = Sampling(temperature=0.9, logit_bias=BIASES)
+    biased, _ = model.generate(params, cache, manager, prompts, sampling=how, **options)
+    alone = [(biased if index // 2 % 3 == 1 else plain)[index] for index in range(2 * count)]
+    assert all(130 not in ids for ids in biased) and biased != plain
     chat = Chat.load(tmp_path)
     for (prompt, ids, turns, tools, text), drawn in zip(asked, alone, strict=True):
         assert ids == drawn
