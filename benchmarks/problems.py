@@ -225,7 +225,7 @@ def dense(op: str, matrix: Matrix, tokens: int, calls: int) -> Made:
     return Made(pure((), random_calls(calls, make), call, 5e-3), bytes_, 2 * tokens * m.rows * m.columns)
 
 
-def streams(tokens: int, calls: int, width: int, outputs: int, head: bool) -> Made:
+def streams(tokens: int, calls: int, width: int, outputs: int, head: bool, dtype: Any = jnp.float32) -> Made:
     """Makes calls of what a block, or the head, reads of four streams and `outputs` of the block before (0: none)."""
     n, rows = 4, 4 if head else 24
 
@@ -240,16 +240,17 @@ def streams(tokens: int, calls: int, width: int, outputs: int, head: bool) -> Ma
         )
         written = None
         if outputs:
-            ys = tuple(normal(keys[8 + i], (tokens, width), jnp.float32) for i in range(outputs))
+            ys = tuple(normal(keys[8 + i], (tokens, width), dtype) for i in range(outputs))
             post, comb = uniform(keys[5], (tokens, n)), uniform(keys[6], (tokens, n, n))
             written = Written(ys, post.astype(jnp.float32), comb.astype(jnp.float32))
-        return normal(keys[0], (tokens, n, width), jnp.float32), fn, vector, written
+        return normal(keys[0], (tokens, n, width), dtype), fn, vector, written
 
     def call(_: Any, args: Any, name: Any) -> Any:
         how: Any = dict(hc_eps=EPS, eps=EPS, dtype=jnp.bfloat16, implementation=name)
         return hyper_head(*args, **how) if head else ops.hyper_connection(*args, iterations=20, **how)
 
-    bytes_ = 4 * (tokens * n * width * (2 if outputs else 1) + outputs * tokens * width + rows * n * width)
+    of_tokens = tokens * n * width * (2 if outputs else 1) + outputs * tokens * width
+    bytes_ = jnp.dtype(dtype).itemsize * of_tokens + 4 * rows * n * width
     return Made(pure((), random_calls(calls, make), call, 5e-3), bytes_ + 2 * tokens * width)
 
 
@@ -435,16 +436,24 @@ def _model_ops() -> list[Kernel]:
                 )
             )
     for model, width in {"flash": 4096, "pro": 7168}.items():
-        kinds = {"": (1, False), "two outputs": (2, False), "first": (0, False), "head": (1, True)}
-        for kind, (outputs, head) in kinds.items():
+        kinds = {
+            "": (1, False, jnp.float32),
+            "bf16": (1, False, jnp.bfloat16),
+            "two outputs": (2, False, jnp.float32),
+            "first": (0, False, jnp.float32),
+            "head": (1, True, jnp.float32),
+            "bf16 head": (1, True, jnp.bfloat16),
+        }
+        for kind, (outputs, head, dtype) in kinds.items():
+            whole = kind in ("", "bf16")  # what a step has, at all its sizes
             found.append(
                 Kernel(
                     "hyper_connection",
                     f"{model} {kind}".strip(),
-                    (64,) if kind else (1, 16, 64, 256, 1024),
-                    lambda b, calls, _, how=(width, outputs, head): streams(b, calls, *how),
-                    lambda b, width=width: 4 * width * (9 * b + 96),
-                    parts=() if kind else (("dsv4_hyper_mixing", f"{model} mixing"),),
+                    (1, 16, 64, 256, 1024, 4096) if whole else (64,),
+                    lambda b, calls, _, how=(width, outputs, head, dtype): streams(b, calls, *how),
+                    lambda b, width=width, size=jnp.dtype(dtype).itemsize: width * (9 * size * b + 4 * 96),
+                    parts=(("dsv4_hyper_mixing", "" if kind else f"{model} mixing"),) if not head else (),
                 )
             )
     for name, sizes in {"flash": (64, 512, 1024), "pro": (128, 512, 1536), "indexer": (64, 128, 1024)}.items():

@@ -15,6 +15,7 @@ import warnings
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ..errors import PerformanceWarning
@@ -23,7 +24,7 @@ from ..formats.weights.fp4_e4m3 import MAX_SPAN, TILE_COLUMNS, spans
 from .weights.params import Params, is_leaf
 from .weights.quantised import Quantised
 
-__all__ = ["as_released", "is_released"]
+__all__ = ["as_released", "is_released", "stream_dtype"]
 
 
 def as_released(params: Params) -> Params:
@@ -65,3 +66,8 @@ def is_released(params: Params) -> bool:
     """Whether matrices are held in these forms, and so whether the model has these numerics."""
     leaves = jax.tree.leaves(params["layers"], is_leaf=is_leaf)
     return any(isinstance(leaf, Quantised) and leaf.format.rows == "e4m3" for leaf in leaves)
+
+
+def stream_dtype(params: Params) -> jnp.dtype:
+    """What residual streams are."""
+    return jnp.dtype(jnp.bfloat16 if is_released(params) else jnp.float32)

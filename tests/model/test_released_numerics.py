@@ -94,16 +94,15 @@ def test_streams_are_bfloat16() -> None:
     streams = jnp.asarray(rng.standard_normal((3, n, width)), jnp.bfloat16)
     fn = jnp.asarray(rng.standard_normal(((2 + n) * n, n * width)) * 0.05, jnp.float32)
     vector = connection_vector(jnp.ones(width), jnp.zeros((2 + n) * n), jnp.ones(3))
-    written = Written(
-        (jnp.asarray(rng.standard_normal((3, width)), jnp.float32),),
-        *(jnp.asarray(rng.random(s), jnp.float32) for s in ((3, n), (3, n, n))),
-    )
+    output = jnp.asarray(rng.standard_normal((3, width)), jnp.bfloat16)
+    back = tuple(jnp.asarray(rng.random(s), jnp.float32) for s in ((3, n), (3, n, n)))
 
-    def run(streams: jax.Array, written: Written | None) -> tuple[jax.Array, ...]:
+    def run(streams: jax.Array, output: jax.Array | None) -> tuple[jax.Array, ...]:
+        written = None if output is None else Written((output,), *back)
         return hyper_connection(streams, fn, vector, written, iterations=3, hc_eps=1e-6, eps=1e-6)
 
-    x, new, post, comb = run(streams, written)
-    wide = np.asarray(run(streams.astype(jnp.float32), written)[1])
+    x, new, post, comb = run(streams, output)
+    wide = np.asarray(run(streams.astype(jnp.float32), output.astype(jnp.float32))[1])
     assert new.dtype == jnp.bfloat16
     np.testing.assert_array_equal(np.asarray(new, np.float64), released.bf16(wide))
     for got, want in zip((post, comb), run(new.astype(jnp.float32), None)[2:], strict=True):  # of the rounded streams
