@@ -445,6 +445,7 @@ def _model_ops() -> list[Kernel]:
             "bf16 head": (1, True, jnp.bfloat16),
         }
         for kind, (outputs, head, dtype) in kinds.items():
+            size = jnp.dtype(dtype).itemsize
             whole = kind in ("", "bf16")  # what a step has, at all its sizes
             found.append(
                 Kernel(
@@ -452,7 +453,7 @@ def _model_ops() -> list[Kernel]:
                     f"{model} {kind}".strip(),
                     (1, 16, 64, 256, 1024, 4096) if whole else (64,),
                     lambda b, calls, _, how=(width, outputs, head, dtype): streams(b, calls, *how),
-                    lambda b, width=width, size=jnp.dtype(dtype).itemsize: width * (9 * size * b + 4 * 96),
+                    lambda b, width=width, size=size: width * (9 * size * b + 4 * 96),
                     parts=(("dsv4_hyper_mixing", "" if kind else f"{model} mixing"),) if not head else (),
                 )
             )
