@@ -2,8 +2,8 @@
 
 Its products with FP8 and FP4 weights take rows rounded to e4m3 (`formats.activations`) and give bfloat16; an expert's
 share is in its rows before the second product; residual streams and what blocks write into them are bfloat16. Norms are
-float32 inside, queries are normalised and attention reads as ever. Dense products have CUDA kernels; those of the
-experts run if they are named (`implementation={"moe_e4m3": "cuda"}`); the rest is computed by the references.
+float32 inside, queries are normalised and attention reads as ever. On a Hopper GPU all of it has CUDA kernels, which are
+the defaults there.
 
 Within one executable logits and cache bytes depend neither on chunks nor on neighbours, prefix hits or preemption. What
 the products give depends on no executable either; that of norms and of the streams' mix still does.
