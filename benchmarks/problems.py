@@ -207,6 +207,7 @@ class Matrix:
 def dense(op: str, matrix: Matrix, tokens: int, calls: int) -> Made:
     """Makes calls of a product, each with weights of its own."""
     m, columns, fp8 = matrix, matrix.groups * matrix.columns, op != "dense_bf16"
+    settings: dict[str, Any] = {"groups": m.groups} | ({} if fp8 else {"alike": True})
     multiply: Callable[..., jax.Array] = getattr(ops, op)
 
     def make(key: jax.Array) -> Any:
@@ -219,13 +220,13 @@ def dense(op: str, matrix: Matrix, tokens: int, calls: int) -> Made:
         return jax.random.normal(a, (tokens, columns), jnp.bfloat16), *weights
 
     def call(_: Any, args: Any, name: Any) -> jax.Array:
-        return multiply(*args, groups=m.groups, dtype=jnp.bfloat16, implementation=name)
+        return multiply(*args, **settings, dtype=jnp.bfloat16, implementation=name)
 
     bytes_ = m.rows * m.columns * (1 if fp8 else 2)
     return Made(pure((), random_calls(calls, make), call, 5e-3), bytes_, 2 * tokens * m.rows * m.columns)
 
 
-def streams(tokens: int, calls: int, width: int, outputs: int, head: bool) -> Made:
+def streams(tokens: int, calls: int, width: int, outputs: int, head: bool, dtype: Any = jnp.float32) -> Made:
     """Makes calls of what a block, or the head, reads of four streams and `outputs` of the block before (0: none)."""
     n, rows = 4, 4 if head else 24
 
@@ -240,16 +241,17 @@ def streams(tokens: int, calls: int, width: int, outputs: int, head: bool) -> Ma
         )
         written = None
         if outputs:
-            ys = tuple(normal(keys[8 + i], (tokens, width), jnp.float32) for i in range(outputs))
+            ys = tuple(normal(keys[8 + i], (tokens, width), dtype) for i in range(outputs))
             post, comb = uniform(keys[5], (tokens, n)), uniform(keys[6], (tokens, n, n))
             written = Written(ys, post.astype(jnp.float32), comb.astype(jnp.float32))
-        return normal(keys[0], (tokens, n, width), jnp.float32), fn, vector, written
+        return normal(keys[0], (tokens, n, width), dtype), fn, vector, written
 
     def call(_: Any, args: Any, name: Any) -> Any:
         how: Any = dict(hc_eps=EPS, eps=EPS, dtype=jnp.bfloat16, implementation=name)
         return hyper_head(*args, **how) if head else ops.hyper_connection(*args, iterations=20, **how)
 
-    bytes_ = 4 * (tokens * n * width * (2 if outputs else 1) + outputs * tokens * width + rows * n * width)
+    of_tokens = tokens * n * width * (2 if outputs else 1) + outputs * tokens * width
+    bytes_ = jnp.dtype(dtype).itemsize * of_tokens + 4 * rows * n * width
     return Made(pure((), random_calls(calls, make), call, 5e-3), bytes_ + 2 * tokens * width)
 
 
@@ -421,6 +423,7 @@ def _model_ops() -> list[Kernel]:
     few = ((4096, 8192), (8192, 4096, 8), (32768, 1024), (40960, 1024), (4160, 4096), (2560, 4096), (1024, 4096))
     batches = (1, 16, 64, 256, 1024, 4096)
     products = ("dense_fp8", flash + pro, batches), ("dense_e4m3", flash + pro, batches), ("dense_bf16", few, (1, 16))
+    products += (("dense_bf16", [(1024, 4096)], (64, 1024, 4096)),)  # a compressor's, as the released numerics have it
     for op, sizes, batches in products:
         for matrix in (Matrix(*size) for size in sizes):
             weights = matrix.rows * matrix.columns
@@ -435,16 +438,25 @@ def _model_ops() -> list[Kernel]:
                 )
             )
     for model, width in {"flash": 4096, "pro": 7168}.items():
-        kinds = {"": (1, False), "two outputs": (2, False), "first": (0, False), "head": (1, True)}
-        for kind, (outputs, head) in kinds.items():
+        kinds = {
+            "": (1, False, jnp.float32),
+            "bf16": (1, False, jnp.bfloat16),
+            "two outputs": (2, False, jnp.float32),
+            "first": (0, False, jnp.float32),
+            "head": (1, True, jnp.float32),
+            "bf16 head": (1, True, jnp.bfloat16),
+        }
+        for kind, (outputs, head, dtype) in kinds.items():
+            size = jnp.dtype(dtype).itemsize
+            whole = kind in ("", "bf16")  # what a step has, at all its sizes
             found.append(
                 Kernel(
                     "hyper_connection",
                     f"{model} {kind}".strip(),
-                    (64,) if kind else (1, 16, 64, 256, 1024),
-                    lambda b, calls, _, how=(width, outputs, head): streams(b, calls, *how),
-                    lambda b, width=width: 4 * width * (9 * b + 96),
-                    parts=() if kind else (("dsv4_hyper_mixing", f"{model} mixing"),),
+                    (1, 16, 64, 256, 1024, 4096) if whole else (64,),
+                    lambda b, calls, _, how=(width, outputs, head, dtype): streams(b, calls, *how),
+                    lambda b, width=width, size=size: width * (9 * size * b + 4 * 96),
+                    parts=(("dsv4_hyper_mixing", "" if kind else f"{model} mixing"),) if not head else (),
                 )
             )
     for name, sizes in {"flash": (64, 512, 1024), "pro": (128, 512, 1536), "indexer": (64, 128, 1024)}.items():

@@ -112,8 +112,8 @@ SECTIONS = (
     Section(
         "From block to block: hyper-connections",
         "A block's output into the four streams, what the next one reads mixed and normalised, in one kernel. `first`: "
-        "no output yet; `head`: before the head. Batch: tokens; the megabytes are those of streams, outputs, weights "
-        "and x.",
+        "no output yet; `head`: before the head; `bf16`: streams and outputs of the released numerics. Batch: tokens; "
+        "the megabytes are those of streams, outputs, weights and x.",
         ops=("hyper_connection",),
     ),
     Section(

@@ -16,6 +16,7 @@
 
 #include <utility>
 
+#include "common/mma_64.cuh"
 #include "common/numbers.cuh"
 #include "dense/ring.cuh"
 
@@ -52,30 +53,14 @@ inline int e4m3_parts(int weight_rows, int columns) {
 template <int kN>
 __device__ __forceinline__ void mma_e4m3(float (&d)[kN / 2], uint64_t a, uint64_t b, int accumulate);
 
-#define DSV4_MMA_E4M3(N, REGISTERS, A, B, P, ...)                                                                      \
-  template <>                                                                                                          \
-  __device__ __forceinline__ void mma_e4m3<N>(float(&d)[N / 2], uint64_t a, uint64_t b, int accumulate) {              \
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %" P                                                                   \
-                 ", 0;\n"                                                                                              \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" REGISTERS "}, %" A ", %" B ", p, 1, 1;}" \
-                 : __VA_ARGS__                                                                                         \
-                 : "l"(a), "l"(b), "r"(accumulate));                                                                   \
-  }
+#define DSV4_SHARED_MMA_E4M3(N, A, B, P) \
+  DSV4_MMA(mma_e4m3, N, uint64_t, "k32.f32.e4m3.e4m3", "%" A, B, P, "1, 1;}", "l"(a))
 
-DSV4_MMA_E4M3(8, "%0, %1, %2, %3", "4", "5", "6", DSV4_F4(d, 0))
-DSV4_MMA_E4M3(16, "%0, %1, %2, %3, %4, %5, %6, %7", "8", "9", "10", DSV4_F8(d, 0))
-DSV4_MMA_E4M3(32, "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15", "16", "17", "18",
-              DSV4_F16(d, 0))
-DSV4_MMA_E4M3(64,
-              "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-              "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31",
-              "32", "33", "34", DSV4_F16(d, 0), DSV4_F16(d, 16))
-DSV4_MMA_E4M3(128,
-              "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-              "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-              "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-              "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63",
-              "64", "65", "66", DSV4_F64(d, 0))
+DSV4_SHARED_MMA_E4M3(8, "4", "5", "6")
+DSV4_SHARED_MMA_E4M3(16, "8", "9", "10")
+DSV4_SHARED_MMA_E4M3(32, "16", "17", "18")
+DSV4_SHARED_MMA_E4M3(64, "32", "33", "34")
+DSV4_SHARED_MMA_E4M3(128, "64", "65", "66")
 
 // The sum of 128 columns, enqueued: a and b are the low halves of the operands' descriptors.
 template <int kN>

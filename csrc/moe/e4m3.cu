@@ -5,9 +5,9 @@
 #include <algorithm>
 
 #include "common/device.h"
-#include "common/handler.h"
 #include "common/shapes.h"
 #include "moe/e4m3_kernel.cuh"
+#include "moe/operands.h"
 
 namespace dsv4 {
 namespace {
@@ -52,53 +52,21 @@ int choose_e4m3_shape(int64_t rows) {
   return shape;
 }
 
-using Rows = ffi::Buffer<ffi::BF16, 2>;
-using Chosen = ffi::Buffer<ffi::S32, 2>;
-using Matrix = ffi::Buffer<ffi::F32, 2>;
-using Weights = ffi::Buffer<ffi::U8, 4>;
-using Bytes = ffi::Buffer<ffi::U8, 1>;
-
-ffi::Error moe_e4m3(cudaStream_t stream, Rows x, Chosen chosen, Matrix share, Weights gate_up, Weights down,
-                    ffi::Result<Matrix> out, ffi::Result<Bytes> work, int32_t first, int32_t routed, float limit,
-                    int32_t shape) {
-  constexpr int64_t kSizeStep = 256;  // of hidden and inter
-  const int64_t tokens = x.dimensions()[0], hidden = x.dimensions()[1], top = chosen.dimensions()[1];
-  const int64_t experts = gate_up.dimensions()[0], inter = down.dimensions()[2] * kWeightColumns;
-  const int64_t pairs = tokens * top, tile = kTileBytes, rows = kWeightRows, columns = kWeightColumns;
-  const MoeArgs args = {reinterpret_cast<const __nv_bfloat16*>(x.untyped_data()),
-                        chosen.typed_data(),
-                        share.typed_data(),
-                        gate_up.typed_data(),
-                        down.typed_data(),
-                        out->typed_data(),
-                        work->typed_data(),
-                        static_cast<int>(tokens),
-                        static_cast<int>(top),
-                        static_cast<int>(hidden),
-                        static_cast<int>(inter),
-                        static_cast<int>(experts),
-                        first,
-                        routed,
-                        limit};
-  if (const ffi::Error error =
-          check("moe_e4m3",
-                {{"x", x, {tokens, hidden}},
-                 {"chosen", chosen, {tokens, top}, kElements},
-                 {"share", share, {tokens, top}, kElements},
-                 {"gate_up", gate_up, {experts, 2 * inter / rows, hidden / columns, tile}},
-                 {"down", down, {experts, hidden / rows, inter / columns, tile}},
-                 {"out", *out, {tokens, hidden}},
-                 {"work", *work, {kAny}}},
-                {{hidden % kSizeStep == 0 && inter % kSizeStep == 0, "sizes must be in 256s"},
-                 {experts <= kMaxExperts, "at most 512 experts"},
-                 {top <= kMaxTop && pairs <= kMaxPairs, "at most 16 experts of a token, and 98304 pairs of both"},
-                 {shape >= 0 && shape <= static_cast<int>(std::tuple_size_v<E4m3Shapes>), "no such shape"}});
-      error.failure())
-    return error;
-  size_t work_bytes = 0;
-  moe_e4m3_work(args, &work_bytes);
-  if (work->element_count() < work_bytes) return refusal("moe_e4m3", "work is too small");
-  if (pairs == 0) return ffi::Error::Success();
+ffi::Error moe_e4m3(cudaStream_t stream, decltype(MoeOperands::x) x, decltype(MoeOperands::chosen) chosen,
+                    decltype(MoeOperands::share) share, decltype(MoeOperands::gate_up) gate_up,
+                    decltype(MoeOperands::down) down, decltype(MoeOperands::out) out, decltype(MoeOperands::work) work,
+                    int32_t first, int32_t routed, float limit, int32_t shape) {
+  if (shape < 0 || shape > static_cast<int>(std::tuple_size_v<E4m3Shapes>)) return refusal("moe_e4m3", "no such shape");
+  MoeArgs args = {};
+  MoeOperands given = {x, chosen, share, gate_up, down, out, work};
+  const auto work_bytes = [](const MoeArgs& args) {
+    size_t bytes = 0;
+    moe_e4m3_work(args, &bytes);
+    return bytes;
+  };
+  const ffi::Error error = read_moe("moe_e4m3", given, first, routed, limit, work_bytes, args);
+  const int64_t pairs = int64_t{args.tokens} * args.top;
+  if (error.failure() || pairs == 0) return error;
   const int taken = shape > 0 ? shape : choose_e4m3_shape(pairs / std::max(args.routed, 1));
   return launched("moe_e4m3",
                   with_shape<E4m3Shapes>(taken, [&](auto of) { return launch_e4m3_with<decltype(of)>(args, stream); }));
@@ -106,18 +74,6 @@ ffi::Error moe_e4m3(cudaStream_t stream, Rows x, Chosen chosen, Matrix share, We
 
 }  // namespace
 
-DSV4_HANDLER(moe_e4m3, dsv4_moe_e4m3, moe_e4m3,
-             on_stream()
-                 .Arg<Rows>()
-                 .Arg<Chosen>()
-                 .Arg<Matrix>()
-                 .Arg<Weights>()
-                 .Arg<Weights>()
-                 .Ret<Matrix>()
-                 .Ret<Bytes>()
-                 .Attr<int32_t>("first")
-                 .Attr<int32_t>("routed")
-                 .Attr<float>("limit")
-                 .Attr<int32_t>("shape"));
+DSV4_HANDLER(moe_e4m3, dsv4_moe_e4m3, moe_e4m3, on_experts().Attr<int32_t>("shape"));
 
 }  // namespace dsv4

@@ -4,9 +4,9 @@
 
 #include <algorithm>
 #include "common/device.h"
-#include "common/handler.h"
 #include "common/shapes.h"
 #include "moe/experts_kernel.cuh"
+#include "moe/operands.h"
 
 namespace dsv4 {
 namespace {
@@ -44,7 +44,6 @@ cudaError_t launch_with(const MoeArgs& args, cudaStream_t stream) {
 
 // Warpgroups, rows of an item, tiles of a stage, stages, blocks an SM, window, products by warp: from the fewest rows
 // to the most.
-constexpr int kSizeStep = 256;  // of hidden and inter
 using Shapes = std::tuple<MoeShape<1, 8, 2, 5, 3, 2, true>, MoeShape<4, 8, 2, 5, 1, 2, true>, MoeShape<2, 8, 2, 2, 4>,
                           MoeShape<4, 16, 2, 2, 2>, MoeShape<4, 32, 2, 4, 1>, MoeShape<4, 64, 2, 3, 1>>;
 
@@ -63,67 +62,26 @@ int choose_shape(int64_t pairs, int64_t rows) {
   return shape;
 }
 
-using Rows = ffi::Buffer<ffi::BF16, 2>;
-using Chosen = ffi::Buffer<ffi::S32, 2>;
-using Floats = ffi::Buffer<ffi::F32, 2>;
-using Weights = ffi::Buffer<ffi::U8, 4>;
-using Bytes = ffi::Buffer<ffi::U8, 1>;
-
-ffi::Error moe(cudaStream_t stream, Rows x, Chosen chosen, Floats share, Weights gate_up, Weights down,
-               ffi::Result<Floats> out, ffi::Result<Bytes> work, int32_t first, int32_t routed, float limit) {
-  const int64_t tokens = x.dimensions()[0], hidden = x.dimensions()[1], top = chosen.dimensions()[1];
-  const int64_t experts = gate_up.dimensions()[0], inter = down.dimensions()[2] * kWeightColumns;
-  const int64_t pairs = tokens * top, tile = kTileBytes, rows = kWeightRows, columns = kWeightColumns;
-  const MoeArgs args = {reinterpret_cast<const __nv_bfloat16*>(x.untyped_data()),
-                        chosen.typed_data(),
-                        share.typed_data(),
-                        gate_up.typed_data(),
-                        down.typed_data(),
-                        out->typed_data(),
-                        work->typed_data(),
-                        static_cast<int>(tokens),
-                        static_cast<int>(top),
-                        static_cast<int>(hidden),
-                        static_cast<int>(inter),
-                        static_cast<int>(experts),
-                        first,
-                        routed,
-                        limit};
-  if (const ffi::Error error =
-          check("moe",
-                {{"x", x, {tokens, hidden}},
-                 {"chosen", chosen, {tokens, top}, kElements},
-                 {"share", share, {tokens, top}, kElements},
-                 {"gate_up", gate_up, {experts, 2 * inter / rows, hidden / columns, tile}},
-                 {"down", down, {experts, hidden / rows, inter / columns, tile}},
-                 {"out", *out, {tokens, hidden}},
-                 {"work", *work, {kAny}}},
-                {{hidden % kSizeStep == 0 && inter % kSizeStep == 0, "sizes must be in 256s"},
-                 {experts <= kMaxExperts, "at most 512 experts"},
-                 {top <= kMaxTop && pairs <= kMaxPairs, "at most 16 experts of a token, and 98304 pairs of both"}});
-      error.failure())
-    return error;
-  size_t work_bytes = 0;
-  moe_work(args, &work_bytes);
-  if (work->element_count() < work_bytes) return refusal("moe", "work is too small");
-  if (pairs == 0) return ffi::Error::Success();
+ffi::Error moe(cudaStream_t stream, decltype(MoeOperands::x) x, decltype(MoeOperands::chosen) chosen,
+               decltype(MoeOperands::share) share, decltype(MoeOperands::gate_up) gate_up,
+               decltype(MoeOperands::down) down, decltype(MoeOperands::out) out, decltype(MoeOperands::work) work,
+               int32_t first, int32_t routed, float limit) {
+  MoeArgs args = {};
+  MoeOperands given = {x, chosen, share, gate_up, down, out, work};
+  const auto work_bytes = [](const MoeArgs& args) {
+    size_t bytes = 0;
+    moe_work(args, &bytes);
+    return bytes;
+  };
+  const ffi::Error error = read_moe("moe", given, first, routed, limit, work_bytes, args);
+  const int64_t pairs = int64_t{args.tokens} * args.top;
+  if (error.failure() || pairs == 0) return error;
   const int shape = choose_shape(pairs, pairs / std::max(args.routed, 1));
   return launched("moe", with_shape<Shapes>(shape, [&](auto of) { return launch_with<decltype(of)>(args, stream); }));
 }
 
 }  // namespace
 
-DSV4_HANDLER(moe, dsv4_moe, moe,
-             on_stream()
-                 .Arg<Rows>()
-                 .Arg<Chosen>()
-                 .Arg<Floats>()
-                 .Arg<Weights>()
-                 .Arg<Weights>()
-                 .Ret<Floats>()
-                 .Ret<Bytes>()
-                 .Attr<int32_t>("first")
-                 .Attr<int32_t>("routed")
-                 .Attr<float>("limit"));
+DSV4_HANDLER(moe, dsv4_moe, moe, on_experts());
 
 }  // namespace dsv4

@@ -3,6 +3,9 @@
 // buffer. Wrapper and argument meaning: dsv4_jax/cuda/hyper_connection.py.
 #include <cuda_runtime.h>
 
+#include <algorithm>
+#include <atomic>
+
 #include "common/operands.h"
 #include "residual/hyper_connection_kernel.cuh"
 
@@ -15,32 +18,73 @@ namespace ffi = xla::ffi;
 constexpr int kFlashWidth = 4096, kProWidth = 7168;
 constexpr int warps_of(int width) { return width / (kHyperParts * kHyperSpan); }
 
-template <int kWarps>
-cudaError_t launch_with(const HyperArgs& args, cudaStream_t stream) {
-  const auto kernel = hyper_connection_kernel<kWarps>;
-  constexpr int kShared = kWarps * kHyperWarpBytes;
+// What every launch sets: it belongs to the current device.
+template <typename Kernel>
+cudaError_t allow_clusters(Kernel kernel, int shared) {
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   if (error != cudaSuccess) return error;
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
   if (error != cudaSuccess) return error;
-  const dim3 grid(kHyperParts, (args.tokens + kHyperTokens - 1) / kHyperTokens);
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+}
+
+// Clusters that there is room for at a time, of which no result depends. Asked of one device.
+template <int kWarps, typename Stream>
+cudaError_t most_clusters(int* count) {
+  static std::atomic<int> known;
+  *count = known.load(std::memory_order_relaxed);
+  if (*count > 0) return cudaSuccess;
+  constexpr int kShared = kWarps * kHyperWarpBytes;
+  const auto kernel = hyper_connection_kernel<kWarps, Stream, true>;
+  if (const cudaError_t error = allow_clusters(kernel, kShared); error != cudaSuccess) return error;
+  cudaLaunchAttribute cluster;
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {kHyperParts, 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(kHyperParts);
+  config.blockDim = dim3((kWarps + 1) * kLanes);
+  config.dynamicSmemBytes = kShared;
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  const cudaError_t error = cudaOccupancyMaxActiveClusters(count, kernel, &config);
+  if (error != cudaSuccess) return error;
+  *count = std::max(*count, 1);
+  known.store(*count, std::memory_order_relaxed);
+  return error;
+}
+
+template <int kWarps, typename Stream>
+cudaError_t launch_with(const HyperArgs& args, cudaStream_t stream) {
+  constexpr int kShared = kWarps * kHyperWarpBytes;
+  const int groups = (args.tokens + kHyperTokens - 1) / kHyperTokens;
+  int most = 0;
+  cudaError_t error = most_clusters<kWarps, Stream>(&most);
+  if (error != cudaSuccess) return error;
+  const auto kernel =
+      groups > most ? hyper_connection_kernel<kWarps, Stream, true> : hyper_connection_kernel<kWarps, Stream, false>;
+  error = allow_clusters(kernel, kShared);
+  if (error != cudaSuccess) return error;
+  const dim3 grid(kHyperParts, std::min(groups, most));
   return start(kernel, {grid, (kWarps + 1) * kLanes, kShared, kHyperParts}, follows, stream, args, follows);
 }
 
+template <typename Stream>
 cudaError_t launch(const HyperArgs& args, cudaStream_t stream) {
   if (args.tokens == 0) return cudaSuccess;
-  if (args.width == kFlashWidth) return launch_with<warps_of(kFlashWidth)>(args, stream);
-  if (args.width == kProWidth) return launch_with<warps_of(kProWidth)>(args, stream);
+  if (args.width == kFlashWidth) return launch_with<warps_of(kFlashWidth), Stream>(args, stream);
+  if (args.width == kProWidth) return launch_with<warps_of(kProWidth), Stream>(args, stream);
   return cudaErrorInvalidValue;
 }
 
 // Operands: streams, fn, the vector of norm, base and scale; post, comb and `outputs` outputs if there are any.
-// Results: x; but of the head, what the other handler takes, and streams if there are outputs.
+// Results: x; but of the head, what the other handler takes, and streams if there are outputs. `bf16_streams`: streams
+// and outputs are bfloat16; `bf16`: x is.
 ffi::Error hyper_connection(cudaStream_t stream, ffi::RemainingArgs arguments, ffi::RemainingRets returned,
-                            int32_t outputs, float hc_eps, float eps, bool head, bool bf16) {
+                            int32_t outputs, float hc_eps, float eps, bool head, bool bf16, bool bf16_streams) {
   Operands operands(arguments);
   HyperArgs args = {};
-  args.streams = operands.next<float>(ffi::F32);
+  const ffi::DataType type = bf16_streams ? ffi::BF16 : ffi::F32;
+  args.streams = operands.next(type);
   const int64_t tokens = operands.rows(), all = operands.width(), width = all / kStreams;
   const int64_t rows = head ? kStreams : kHyperRows, entries = kStreams * kStreams;
   args.fn = operands.next<float>(ffi::F32, all, rows);
@@ -55,8 +99,7 @@ ffi::Error hyper_connection(cudaStream_t stream, ffi::RemainingArgs arguments, f
   if (outputs > 0) {
     args.old_post = operands.next<float>(ffi::F32, kStreams, tokens);
     args.old_comb = operands.next<float>(ffi::F32, entries, tokens);
-    for (int i = 0; i < outputs && i < kHyperOutputs; ++i)
-      args.outputs[i] = operands.next<float>(ffi::F32, width, tokens);
+    for (int i = 0; i < outputs && i < kHyperOutputs; ++i) args.outputs[i] = operands.next(type, width, tokens);
   }
   if (!operands.good()) return refusal("hyper_connection", operands.problem());
   Results results(returned);
@@ -65,7 +108,7 @@ ffi::Error hyper_connection(cudaStream_t stream, ffi::RemainingArgs arguments, f
   args.x_rows = static_cast<int>(results.rows());
   if (!head) {
     args.back = results.next<float>(ffi::F32, kHyperBack, tokens);
-    if (outputs > 0) args.new_streams = results.next<float>(ffi::F32, all, tokens);
+    if (outputs > 0) args.new_streams = results.next(type, all, tokens, tokens);
   }
   if (!results.good()) return refusal("hyper_connection", results.problem());
   args.tokens = static_cast<int>(tokens);
@@ -74,7 +117,7 @@ ffi::Error hyper_connection(cudaStream_t stream, ffi::RemainingArgs arguments, f
   args.hc_eps = hc_eps;
   args.eps = eps;
   args.bf16_out = bf16;
-  return launched("hyper_connection", launch(args, stream));
+  return launched("hyper_connection", bf16_streams ? launch<__nv_bfloat16>(args, stream) : launch<float>(args, stream));
 }
 
 using Matrix = ffi::Buffer<ffi::F32, 2>;
@@ -106,7 +149,8 @@ DSV4_HANDLER(hyper_connection, dsv4_hyper_connection, hyper_connection,
                  .Attr<float>("hc_eps")
                  .Attr<float>("eps")
                  .Attr<bool>("head")
-                 .Attr<bool>("bf16"));
+                 .Attr<bool>("bf16")
+                 .Attr<bool>("bf16_streams"));
 
 DSV4_HANDLER(hyper_connection, dsv4_hyper_mixing, hyper_mixing,
              on_stream().Arg<Matrix>().Ret<Matrix>().Ret<Matrix>().Attr<int32_t>("iterations").Attr<float>("eps"));

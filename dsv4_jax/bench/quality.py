@@ -32,11 +32,10 @@ from ..manager import KVCacheManager, Request, StepShape
 from ..model.attention import attention, selected_entries
 from ..model.forward import GPU_DECODE_OPTIONS, embed
 from ..model.head import head
-from ..model.hyper_connections import Residual, read
+from ..model.hyper_connections import behind, read
 from ..model.moe import moe
 from ..model.numerics import activations
 from ..model.weights.params import Params
-from ..ops.hyper_connection import Written
 from ..ops.registry import Choice
 from ..plan import PackedPlan
 
@@ -181,10 +180,10 @@ def _step(
         y, handle = attention(p["attn"], step.layer(i), x)
         if cfg.layer_types[i] is AttentionType.CSA:
             picks.append(_sorted(*selected_entries(p["attn"], handle, x), cfg.index_topk))
-        step, residual = handle.step, Residual(streams, Written((y,), *back))
+        step, residual = handle.step, behind((y,), streams, *back)
         x, streams, *back = read(p, "hc_ffn", residual, cfg, dtype, implementation)
         added, _ = moe(p["ffn"], x, tokens, cfg)
-        residual = Residual(streams, Written(added, *back))
+        residual = behind(added, streams, *back)
     logp = jax.nn.log_softmax(head(params, residual, cfg, implementation), -1)
     none = jnp.zeros((0, tokens.shape[0], cfg.index_topk), jnp.int32)
     seen = _Seen(logp, jnp.stack(picks) if picks else none)

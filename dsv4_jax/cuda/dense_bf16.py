@@ -1,8 +1,8 @@
 """dense_bf16 in the project's own CUDA: one launch.
 
 Of a matrix of few rows, such as the router's gate, `csrc/dense/bf16.cu`, whatever the batch. Of others
-`csrc/dense/stream.cu`, for few rows of x: beyond `MAX_ROWS` the products are no longer a stream of weights. A row's
-bits depend on that row and the weights alone as long as the same kernel runs.
+`csrc/dense/stream.cu`: beyond `MAX_ROWS` rows of x, where the products are no longer a stream of weights, only if they
+are to be alike. A row's bits depend on that row and the weights alone as long as the same kernel runs.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ def supports(arguments: DenseBf16Arguments) -> str | None:
     if _of_few_rows(arguments):
         return None
     (rows, columns), tokens, groups = arguments.weights.shape, arguments.x.shape[0], arguments.groups
-    if tokens > MAX_ROWS or rows % (groups * TILE_ROWS) or columns % TILE_COLUMNS:
+    few = arguments.alike or tokens <= MAX_ROWS
+    if not few or rows % (groups * TILE_ROWS) or columns % TILE_COLUMNS:
         return (
-            f"it takes up to {MAX_ROWS} rows of x and weights of {TILE_ROWS}s of rows a group and {TILE_COLUMNS}s of "
-            f"columns; or, of one group and in float32, weights of up to {GATE_ROWS} rows in {ROWS}s and {MIN_COLUMNS} "
-            f"to {MAX_COLUMNS} columns in {COLUMNS}s, not {tokens} rows of x and {groups} groups of weights {rows} x "
-            f"{columns}"
+            f"it takes up to {MAX_ROWS} rows of x, or any that are to be alike, and weights of {TILE_ROWS}s of rows a "
+            f"group and {TILE_COLUMNS}s of columns; or, of one group and in float32, weights of up to {GATE_ROWS} rows "
+            f"in {ROWS}s and {MIN_COLUMNS} to {MAX_COLUMNS} columns in {COLUMNS}s, not {tokens} rows of x and {groups} "
+            f"groups of weights {rows} x {columns}"
         )
     return ffi.cuda_problem("dense_stream")
 

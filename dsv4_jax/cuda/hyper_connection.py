@@ -2,7 +2,8 @@
 
 One makes what the next block reads (`csrc/residual/hyper_connection_kernel.cuh`), the other, beside that block, how its
 output goes into the streams (`csrc/residual/hyper_mixing.cuh`).
-Products are as exact as float32's. A token's bits depend on the token and the weights alone.
+Products are as exact as float32's, whether streams are float32 or bfloat16. A token's bits depend on the token and the
+weights alone.
 """
 
 from __future__ import annotations
@@ -21,8 +22,6 @@ STREAMS, WIDTHS, MAX_TOKENS = 4, (4096, 7168), 2**17
 def supports(arguments: HyperConnectionArguments) -> str | None:
     """Says why the kernel cannot take these arguments; None if it can."""
     tokens, n, width = arguments.streams.shape
-    if arguments.streams.dtype != jnp.float32:
-        return f"it takes streams of float32, not {arguments.streams.dtype}"
     if n != STREAMS or width not in WIDTHS:
         return f"it takes {STREAMS} streams of {' or '.join(map(str, WIDTHS))} channels, not {n} of {width}"
     return f"it takes up to {MAX_TOKENS} tokens, not {tokens}" if tokens > MAX_TOKENS else None
@@ -45,7 +44,7 @@ def call(arguments: HyperConnectionArguments):
         operands += [written.post, written.comb.reshape(tokens, n * n), *written.outputs]
         if not head:
             aliases = {0: len(results)}
-            results.append(jax.ShapeDtypeStruct((tokens, n * width), jnp.float32))
+            results.append(jax.ShapeDtypeStruct((tokens, n * width), streams.dtype))
     out = launch(
         "hyper_connection",
         "dsv4_hyper_connection",
@@ -57,6 +56,7 @@ def call(arguments: HyperConnectionArguments):
         eps=float(arguments.eps),
         head=head,
         bf16=arguments.dtype == jnp.bfloat16,
+        bf16_streams=streams.dtype == jnp.bfloat16,
     )
     if head:
         return out[0]

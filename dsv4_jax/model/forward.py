@@ -15,17 +15,16 @@ from ..cache import KVCache
 from ..checks import check_integer, shown
 from ..config import DSV4Config
 from ..errors import RequestError, ShapeError
-from ..ops.hyper_connection import Written
 from ..ops.no_gradient import without_gradient
 from ..ops.registry import Choice
 from ..plan import PackedPlan, StepPlan
 from ..step import CacheStep, LayerCacheHandle
 from .attention import attention
 from .head import head
-from .hyper_connections import Residual, read
+from .hyper_connections import Residual, behind, read
 from .moe import moe
 from .numerics import activations
-from .released import is_released
+from .released import stream_dtype
 from .sampling import Sampled, log_probabilities, sample_rows
 from .weights.params import Params
 
@@ -331,9 +330,9 @@ def block(
     cfg, implementation = handle.layout.cfg, handle.implementation
     x, streams, *back = read(p, "hc_attn", residual, cfg, dtype, implementation)
     y, handle = attend(p["attn"], handle, x, index_qat=index_qat)
-    x, streams, *back = read(p, "hc_ffn", Residual(streams, Written((y,), *back)), cfg, dtype, implementation)
+    x, streams, *back = read(p, "hc_ffn", behind((y,), streams, *back), cfg, dtype, implementation)
     added, chosen = moe(p["ffn"], x, tokens, cfg)
-    return Residual(streams, Written(added, *back)), handle, chosen
+    return behind(added, streams, *back), handle, chosen
 
 
 def joined(function: Callable[[], T], rows: int) -> Callable[[], T]:
@@ -369,5 +368,5 @@ def _one_token_each(plan: StepPlan | PackedPlan) -> StepPlan:
 
 def embed(params: Params, tokens: jax.Array, cfg: DSV4Config) -> Residual:
     """Starts every stream as the token's embedding. [T] -> [T, n, hidden]"""
-    x = params["embed"][tokens].astype(jnp.bfloat16 if is_released(params) else jnp.float32)
+    x = params["embed"][tokens].astype(stream_dtype(params))
     return Residual(jnp.broadcast_to(x[:, None], (x.shape[0], cfg.hc_mult, x.shape[1])))

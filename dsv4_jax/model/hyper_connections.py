@@ -17,7 +17,7 @@ from ..ops.registry import Choice, offered
 from .weights.params import Params
 from .weights.stacking import SITES
 
-__all__ = ["Residual", "padded_rows", "read", "read_head"]
+__all__ = ["Residual", "behind", "padded_rows", "read", "read_head"]
 
 
 class Residual(NamedTuple):
@@ -35,6 +35,14 @@ class Residual(NamedTuple):
     def whole(self) -> jax.Array:
         """The streams with the last block's output added to them."""
         return self.streams if self.written is None else widened(self.streams, self.written)
+
+
+def behind(outputs: tuple[jax.Array, ...], streams: jax.Array, post: jax.Array, comb: jax.Array) -> Residual:
+    """Returns the residual behind a block that made `outputs` [T, hidden], and of which `read` gave the rest.
+
+    Outputs become what the streams are; those of the released numerics hold bfloat16 numbers already.
+    """
+    return Residual(streams, Written(tuple(x.astype(streams.dtype) for x in outputs), post, comb))
 
 
 def read(

@@ -15,7 +15,7 @@ from ..ops.numerics import clamped_swiglu
 from .numerics import linear
 from .projections import products
 from .weights.params import Params
-from .weights.quantised import Quantised
+from .weights.quantised import Quantised, rounds_rows
 from .weights.split import split_of
 
 __all__ = ["moe", "route"]
@@ -41,7 +41,7 @@ def moe(p: Params, x: jax.Array, tokens: jax.Array, cfg: DSV4Config) -> tuple[tu
         both, down = products(p["shared"], "of_token", x), p["shared"]["down"]
         dtype = jnp.bfloat16 if down.dtype == jnp.bfloat16 else jnp.float32  # what `linear` takes
         shared = linear(ops.swiglu(both["gate"], both["up"], limit=cfg.swiglu_limit, dtype=dtype), down)
-        if isinstance(down, Quantised) and down.format.rows == "e4m3":
+        if rounds_rows(down):
             return ((out + shared).astype(jnp.bfloat16).astype(jnp.float32),), chosen
         return (out, shared), chosen
     return (out,), chosen
@@ -49,9 +49,9 @@ def moe(p: Params, x: jax.Array, tokens: jax.Array, cfg: DSV4Config) -> tuple[tu
 
 def _dispatched(p: Params, x: jax.Array, tokens: jax.Array, cfg: DSV4Config) -> tuple[jax.Array, jax.Array]:
     gate, picks = p["gate"], {"chosen": p["tid2eid"][tokens]} if "tid2eid" in p else {"bias": p["gate_bias"]}
-    logits = ops.dense_bf16(x, gate) if gate.dtype == jnp.bfloat16 else linear(x, gate)
+    logits = linear(x, gate, alike=rounds_rows(p["experts"]["down"]))
     chosen, share = ops.route(logits, **picks, top=cfg.num_experts_per_tok, scale=cfg.routed_scaling_factor)
-    experts = ops.moe_e4m3 if p["experts"]["down"].format.rows == "e4m3" else ops.moe
+    experts = ops.moe_e4m3 if rounds_rows(p["experts"]["down"]) else ops.moe
     ((gate_up,), (down,)) = (p["experts"][name].parts for name in ("gate_up", "down"))
     split = split_of(p)
     place = {"first": split.first(down.shape[0]), "routed": cfg.n_routed_experts, "shards": split.data}

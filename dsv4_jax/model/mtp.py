@@ -23,6 +23,7 @@ from .forward import block, joined, layers
 from .head import head
 from .hyper_connections import Residual
 from .numerics import activations, linear, rms_norm
+from .released import stream_dtype
 from .weights.names import MTP
 from .weights.params import Params, has_mtp
 
@@ -102,7 +103,8 @@ def guess(
     streams = projected.reshape(-1, cfg.hc_mult, cfg.hidden_size) + linear(embedded, p["e_proj"])[:, None]
 
     def run() -> tuple[Residual, CacheStep[KVCache]]:
-        residual, after, _ = block(p, handle, Residual(streams), tokens, dtype)
+        begun = Residual(streams.astype(stream_dtype(params)))
+        residual, after, _ = block(p, handle, begun, tokens, dtype)
         return residual, after.step
 
     return joined(run, tokens.shape[0])() if whole else run()

@@ -17,7 +17,7 @@ from ..errors import ShapeError
 from ..ops.batches import in_tiles
 from ..ops.numerics import unit_rms
 from .weights.params import Params
-from .weights.quantised import FP8, Matrix, Quantised
+from .weights.quantised import FP8, Matrix, Quantised, rounds_rows
 
 __all__ = ["activations", "linear", "matmul", "product", "rms_norm"]
 
@@ -29,12 +29,15 @@ def activations(params: Params) -> jnp.dtype:
     return jnp.dtype(jnp.float32 if params["embed"].dtype == jnp.float32 else jnp.bfloat16)
 
 
-def linear(x: jax.Array, weight: Matrix) -> jax.Array:
-    """Multiplies x @ weight.T: [T, in] float32, [out, in] of any float dtype or fp8 as released -> [T, out] float32."""
+def linear(x: jax.Array, weight: Matrix, *, alike: bool = False) -> jax.Array:
+    """Multiplies x @ weight.T: [T, in] float32, [out, in] of any float dtype or fp8 as released -> [T, out] float32.
+
+    `alike`: with bfloat16 weights as of `ops.dense_bf16`. All else is alike, or float32.
+    """
     if isinstance(weight, Quantised):
         return product(x, weight)
     if weight.dtype == jnp.bfloat16:
-        return ops.dense_bf16(x, weight)
+        return ops.dense_bf16(x, weight, alike=alike)
     return matmul("ti,oi->to", x, weight)
 
 
@@ -54,7 +57,7 @@ def product(
     if weight.format.code != FP8.code:
         raise ShapeError(f"a dense product with {weight.format.name} weights: only {FP8.name} ones have it")
     settings: dict[str, Any] = {"groups": groups, "dtype": jnp.dtype(dtype), "whole_rows": weight.whole_rows}
-    if weight.format.rows == "e4m3":  # as released results are bfloat16, whatever they are widened to
+    if rounds_rows(weight):  # as released results are bfloat16, whatever they are widened to
         settings["dtype"] = jnp.dtype(jnp.bfloat16)
         return in_tiles(lambda x: ops.dense_e4m3(x, *weight.parts, **settings), MAX_ROWS, x).astype(dtype)
     return in_tiles(lambda x: ops.dense_fp8(x, *weight.parts, **settings), MAX_ROWS, x)

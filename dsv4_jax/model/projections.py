@@ -13,7 +13,7 @@ from ..ops.attend import CHUNK
 from ..ops.columns import Columns, Product, Values
 from .numerics import linear
 from .weights.params import Params
-from .weights.quantised import Matrix, Quantised
+from .weights.quantised import Matrix, Quantised, rounds_rows
 from .weights.stacking import Stacked, matrices_of
 
 __all__ = ["products"]
@@ -22,21 +22,25 @@ __all__ = ["products"]
 def products(p: Params, group: str, x: jax.Array) -> Mapping[str, Values]:
     """x [T, in] times every matrix of a group the layer has: name -> [T, out] float32, `Columns` of stacked ones.
 
-    Of `CHUNK` tokens or more the stacked queries are a `Product` that is still to be made.
+    Of `CHUNK` tokens or more the stacked queries are a `Product` that is still to be made. Beside matrices whose
+    products round rows, as the released model's do, all products are alike (`linear`).
     """
     if group in p:
-        return {name: columns for stack in p[group] for name, columns in _columns(stack, x).items()}
-    return {name: linear(x, weight) for name, weight in matrices_of(p, group)}
+        alike = any(rounds_rows(stack.weight) for stack in p[group])
+        return {name: columns for stack in p[group] for name, columns in _columns(stack, x, alike).items()}
+    matrices = dict(matrices_of(p, group))
+    alike = any(map(rounds_rows, matrices.values()))
+    return {name: linear(x, weight, alike=alike) for name, weight in matrices.items()}
 
 
-def _columns(stack: Stacked, x: jax.Array) -> dict[str, Values]:
+def _columns(stack: Stacked, x: jax.Array, alike: bool) -> dict[str, Values]:
     starts = np.cumsum((0, *stack.widths[:-1])).tolist()
     parts = list(zip(stack.names, starts, stack.widths, strict=True))
     if stack.names[0] == "wq_b" and x.shape[0] >= CHUNK and _is_bf16(stack.weight):
         # A long chunk's queries are multiplied by the kernel that finishes them.
         x, weight = x.astype(stack.weight.dtype), stack.weight
         return {name: Product(x, weight[start : start + width], (width,)) for name, start, width in parts}
-    product = linear(x, stack.weight)
+    product = linear(x, stack.weight, alike=alike)
     return {name: Columns(product, start, (width,)) for name, start, width in parts}
 
 

@@ -2,11 +2,11 @@
 
 Its products with FP8 and FP4 weights take rows rounded to e4m3 (`formats.activations`) and give bfloat16; an expert's
 share is in its rows before the second product; residual streams and what blocks write into them are bfloat16. Norms are
-float32 inside, queries are normalised and attention reads as ever. Dense products have CUDA kernels; those of the
-experts run if they are named (`implementation={"moe_e4m3": "cuda"}`); the rest is computed by the references.
+float32 inside, queries are normalised and attention reads as ever.
 
-Within one executable logits and cache bytes depend neither on chunks nor on neighbours, prefix hits or preemption. What
-the products give depends on no executable either; that of norms and of the streams' mix still does.
+Within one executable logits and cache bytes depend neither on chunks nor on neighbours, prefix hits or preemption. On a
+Hopper GPU all sums over a row have CUDA kernels, whose bits depend on no number of rows, products with bfloat16
+matrices among them: on no executable either. That leaves out layers that draft.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ import warnings
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ..errors import PerformanceWarning
 from ..formats.weights import WEIGHT_FORMATS
 from ..formats.weights.fp4_e4m3 import MAX_SPAN, TILE_COLUMNS, spans
 from .weights.params import Params, is_leaf
-from .weights.quantised import Quantised
+from .weights.quantised import Quantised, rounds_rows
 
-__all__ = ["as_released", "is_released"]
+__all__ = ["as_released", "is_released", "stream_dtype"]
 
 
 def as_released(params: Params) -> Params:
@@ -38,7 +39,7 @@ def as_released(params: Params) -> Params:
     """
 
     def laid(path: Any, leaf: jax.Array | Quantised) -> jax.Array | Quantised:
-        if not isinstance(leaf, Quantised) or leaf.format.rows == "e4m3":
+        if not isinstance(leaf, Quantised) or rounds_rows(leaf):
             return leaf
         form, of_fp4 = WEIGHT_FORMATS[f"{leaf.format.name}_e4m3"], leaf.format.name == "fp4"
 
@@ -63,5 +64,9 @@ def as_released(params: Params) -> Params:
 
 def is_released(params: Params) -> bool:
     """Whether matrices are held in these forms, and so whether the model has these numerics."""
-    leaves = jax.tree.leaves(params["layers"], is_leaf=is_leaf)
-    return any(isinstance(leaf, Quantised) and leaf.format.rows == "e4m3" for leaf in leaves)
+    return any(map(rounds_rows, jax.tree.leaves(params["layers"], is_leaf=is_leaf)))
+
+
+def stream_dtype(params: Params) -> jnp.dtype:
+    """What residual streams are."""
+    return jnp.dtype(jnp.bfloat16 if is_released(params) else jnp.float32)

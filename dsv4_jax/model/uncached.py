@@ -15,14 +15,14 @@ import numpy as np
 from jax import lax
 
 from ..config import AttentionType, DSV4Config
-from ..ops.hyper_connection import Written
 from ..ops.numerics import rope_frequencies
 from .attention import output_projection
 from .forward import check_tokens, embed
 from .head import head
-from .hyper_connections import Residual, read
+from .hyper_connections import Residual, behind, read
 from .moe import moe
 from .numerics import activations, linear, matmul, rms_norm
+from .released import stream_dtype
 from .weights.params import Params
 
 __all__ = ["attention_uncached", "chosen_uncached", "forward_uncached", "mtp_uncached"]
@@ -51,10 +51,11 @@ def mtp_uncached(cfg: DSV4Config, params: Params, tokens: jax.Array) -> jax.Arra
     """
     (p,), eps = params["mtp"], cfg.rms_norm_eps
     residual = _backbone(params, tokens, cfg)
-    x = rms_norm(residual.whole[:-1], p["hnorm"], eps)
+    x = rms_norm(residual.whole[:-1].astype(jnp.float32), p["hnorm"], eps)
     following = rms_norm(params["embed"][tokens[1:]].astype(jnp.float32), p["enorm"], eps)
     streams = [linear(x[:, i], p["h_proj"]) + linear(following, p["e_proj"]) for i in range(cfg.hc_mult)]
-    residual = _layer(p, Residual(jnp.stack(streams, 1)), tokens[1:], AttentionType.SWA, cfg, activations(params))
+    begun = Residual(jnp.stack(streams, 1).astype(stream_dtype(params)))
+    residual = _layer(p, begun, tokens[1:], AttentionType.SWA, cfg, activations(params))
     return head(params, residual, cfg, of=p)
 
 
@@ -72,8 +73,8 @@ def _layer(
 ) -> Residual:
     x, streams, *back = read(p, "hc_attn", residual, cfg, dtype)
     y = attention_uncached(p["attn"], x, attn, cfg)
-    x, streams, *back = read(p, "hc_ffn", Residual(streams, Written((y,), *back)), cfg, dtype)
-    return Residual(streams, Written(moe(p["ffn"], x, tokens, cfg)[0], *back))
+    x, streams, *back = read(p, "hc_ffn", behind((y,), streams, *back), cfg, dtype)
+    return behind(moe(p["ffn"], x, tokens, cfg)[0], streams, *back)
 
 
 def attention_uncached(

@@ -23,6 +23,7 @@ class DenseBf16Arguments:
     weights: jax.Array
     groups: int
     dtype: jnp.dtype
+    alike: bool
 
     @property
     def empty(self) -> bool:
@@ -35,6 +36,7 @@ def dense_bf16(
     *,
     groups: int = 1,
     dtype: jnp.dtype = jnp.float32,
+    alike: bool = False,
     implementation: Choice = None,
 ) -> jax.Array:
     """Multiplies x @ weights.T with float32 sums: [T, N] of `dtype`.
@@ -47,6 +49,8 @@ def dense_bf16(
         weights: [N, K] bfloat16.
         groups: of the weights' rows.
         dtype: of the result, float32 or bfloat16.
+        alike: a row is to have the same bits among any number of rows. What has kernels for it runs them also where a
+            library is faster, which chooses the order of a sum by the number of rows.
 
     Raises:
         ShapeError: an argument has the wrong shape or dtype; the message names it.
@@ -63,7 +67,7 @@ def dense_bf16(
         )
     if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
         raise ShapeError(f"dense_bf16: dtype is {jnp.dtype(dtype).name}, expected float32 or bfloat16")
-    return run("dense_bf16", DenseBf16Arguments(x, weights, groups, jnp.dtype(dtype)), implementation)
+    return run("dense_bf16", DenseBf16Arguments(x, weights, groups, jnp.dtype(dtype), alike), implementation)
 
 
 def reference(arguments: DenseBf16Arguments) -> jax.Array:

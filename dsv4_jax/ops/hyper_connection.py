@@ -40,7 +40,7 @@ class Written(NamedTuple):
     """A block's output on its way into the streams.
 
     Attributes:
-        outputs: [T, D] float32 each, one or two; the block's output is their sum.
+        outputs: [T, D] each, one or two, of the streams' dtype; the block's output is their sum.
         post: [T, n] float32, how much of it each stream takes.
         comb: [T, n, n] float32, how much of stream j goes to stream k: [:, j, k].
     """
@@ -161,8 +161,8 @@ def _checked(
     dtype: jax.typing.DTypeLike,
 ) -> tuple[jax.Array, jax.Array, jax.Array, Written | None]:
     check = Check(name)
-    rounded = getattr(streams, "dtype", None) == jnp.bfloat16
-    streams = check.array("streams", streams, "bfloat16" if rounded else "float32", "T", "n", "D")
+    of_streams = "bfloat16" if getattr(streams, "dtype", None) == jnp.bfloat16 else "float32"
+    streams = check.array("streams", streams, of_streams, "T", "n", "D")
     _, n, width = streams.shape
     fn, size = check.array("fn", fn, "float32", rows * n, n * width), width + rows * n + scales
     vector = check.array("vector", vector, "float32", size + -size % VECTOR_MULTIPLE)
@@ -170,7 +170,7 @@ def _checked(
         check.given("written", written, Written)
         if not isinstance(written.outputs, tuple) or len(written.outputs) not in (1, 2):
             raise ShapeError(f"{name}: written.outputs has not one or two arrays")
-        outputs = tuple(check.array("written.outputs", x, "float32", "T", "D") for x in written.outputs)
+        outputs = tuple(check.array("written.outputs", x, of_streams, "T", "D") for x in written.outputs)
         post = check.array("written.post", written.post, "float32", "T", "n")
         written = Written(outputs, post, check.array("written.comb", written.comb, "float32", "T", "n", "n"))
     if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
@@ -209,7 +209,8 @@ _EXACT = lax.Precision.HIGHEST  # GPUs would otherwise round float32 factors to 
 
 def widened(streams: jax.Array, written: Written) -> jax.Array:
     """Returns the streams with a block's output: X'[k] = post[k] * y + sum_j comb[j, k] * X[j]. [T, n, D], as given."""
-    y = sum(written.outputs[1:], written.outputs[0])
+    first, *rest = (x.astype(jnp.float32) for x in written.outputs)
+    y = sum(rest, first)
     mixed = jnp.einsum("tjk,tjd->tkd", written.comb, streams.astype(jnp.float32), precision=_EXACT)
     return (written.post[..., None] * y[:, None] + mixed).astype(streams.dtype)
 

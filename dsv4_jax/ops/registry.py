@@ -137,7 +137,7 @@ OPS: dict[str, Op] = {
         Op("hyper_connection", gpu=("cuda", "xla")),
         Op("route", gpu=("cuda", "xla")),
         Op("moe", gpu=("cuda", "xla")),
-        Op("moe_e4m3", gpu=("xla",), by_name=("cuda",)),
+        Op("moe_e4m3", gpu=("cuda", "xla")),
         Op("exchange", gpu=("cuda", "xla")),
         Op("sample_tokens", gpu=("cuda", "xla")),
     )

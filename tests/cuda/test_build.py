@@ -53,6 +53,7 @@ SPILLS = {
     "index_scores_kernel": 32,  # eight tokens share their keys
     "attend_rows_kernel": 48,  # queries of a warpgroup stay in registers
     "attend_wide_kernel": 16,  # a warpgroup's logits of its share of a run
+    "hyper_connection_kernel": 20,  # of float32 streams, addresses of a cluster's next eight tokens
     "dense_fp8_many_kernel": 160,  # sums of parts of K while the next part is multiplied
     "kv_store_kernel": 32,  # two thousand columns of a row under way at a time, five blocks an SM
 }

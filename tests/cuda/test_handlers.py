@@ -95,13 +95,15 @@ def call_dense_fp8(op=dense_fp8):
     return op(jnp.zeros((3, 1024)), codes, scales, groups=2, implementation="cuda")
 
 
-def call_hyper_connection(outputs: int, head: bool = False):
+def call_hyper_connection(outputs: int, head: bool = False, dtype=jnp.float32):
     n, width = 4, 4096
     rows = n if head else (2 + n) * n
-    written = Written((jnp.zeros((3, width)),) * outputs, jnp.zeros((3, n)), jnp.zeros((3, n, n))) if outputs else None
+    written = (
+        Written((jnp.zeros((3, width), dtype),) * outputs, jnp.zeros((3, n)), jnp.zeros((3, n, n))) if outputs else None
+    )
     weights = jnp.zeros((rows, n * width)), jnp.zeros(width + 64)
     call = hyper_head if head else functools.partial(hyper_connection, iterations=20)
-    return call(jnp.zeros((3, n, width)), *weights, written, hc_eps=1e-6, eps=1e-6, implementation="cuda")
+    return call(jnp.zeros((3, n, width), dtype), *weights, written, hc_eps=1e-6, eps=1e-6, implementation="cuda")
 
 
 def call_index_scores():
@@ -160,6 +162,7 @@ CALLS = {
     "finish_queries": lambda: finish_queries(jnp.zeros((4, 2, 512)), IDS, jnp.ones(32), implementation="cuda"),
     "gather": lambda: gather_rows(rows(8, KV), IDS, fmt=KV, implementation="cuda"),
     "hyper_connection": lambda: call_hyper_connection(2),
+    "hyper_connection_bf16": lambda: call_hyper_connection(1, dtype=jnp.bfloat16),
     "hyper_connection_first": lambda: call_hyper_connection(0),
     "hyper_head": lambda: call_hyper_connection(1, head=True),
     "index_scores": call_index_scores,

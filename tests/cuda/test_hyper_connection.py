@@ -11,7 +11,8 @@ from dsv4_jax.cuda import hyper_connection as kernel
 from dsv4_jax.errors import ImplementationError
 from dsv4_jax.ops import hyper_connection
 
-from ..ops.test_hyper_connection import EPS, Case, HyperConnectionTest, jit_connection, jit_head
+from ..ops.test_hyper_connection import EPS, ROUNDED, Case, HyperConnectionTest, jit_connection, jit_head, near
+from ..oracle import residual as oracle
 from .test_widths import CSRC
 
 
@@ -34,6 +35,15 @@ def test_lowers_to_two_ffi_calls(outputs: int) -> None:
     assert text.count("@dsv4_hyper_mixing") == 1 and "iterations = 20 : i32" in text
     assert "head = false" in text and "tensor<3x4096xbf16>" in text
     assert ("output_operand_alias" in text) == (outputs > 0)  # streams in place
+
+
+@pytest.mark.usefixtures("assumed_library")
+def test_bfloat16_streams_lower_to_the_same_calls() -> None:
+    text = lowered(Case.random((3, 4, 4096), 1, dtype=jnp.bfloat16), dtype=jnp.bfloat16)
+    assert text.count("@dsv4_hyper_connection") == 1 and "bf16_streams = true" in text
+    assert "tensor<3x16384xbf16>" in text and "output_operand_alias" in text
+    text = lowered(Case.random((3, 4, 7168), 1, head=True, dtype=jnp.bfloat16), head=True)
+    assert text.count("@dsv4_hyper_connection") == 1 and "bf16_streams = true" in text
 
 
 @pytest.mark.usefixtures("assumed_library")
@@ -64,10 +74,34 @@ class TestHyperConnectionOnTheGpu(HyperConnectionTest):
     def takes(self, size: tuple[int, int, int]) -> bool:
         return size[1] == kernel.STREAMS and size[2] in kernel.WIDTHS
 
-    def test_alone_and_among_others(self) -> None:
-        case = Case.random((70, 4, 4096), outputs=2)
+    @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+    @pytest.mark.parametrize(("outputs", "width", "tokens"), [(2, 4096, 70), (1, 4096, 4096), (1, 7168, 600)])
+    def test_alone_and_among_others(self, dtype: type, outputs: int, width: int, tokens: int) -> None:
+        """Also of so many tokens that a cluster takes several eights."""
+        case = Case.random((tokens, 4, width), outputs, dtype=dtype)
         among = self.run(case)
-        for first, size in ((0, 1), (5, 1), (69, 1), (3, 8), (1, 9), (20, 33)):
-            alone = self.run(case.part(slice(first, first + size)))
-            for got, want in zip(alone, among, strict=True):
-                np.testing.assert_array_equal(got, want[first : first + size])
+        for size in (1, 2, 8, 9, 33, 64, 65, 255, 1023):
+            for first in {0, (tokens - size) // 2 | 1, tokens - size} if size < tokens - 1 else ():
+                alone = self.run(case.part(slice(first, first + size)))
+                for got, want in zip(alone, among, strict=True):
+                    np.testing.assert_array_equal(got, want[first : first + size])
+
+    @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+    def test_head_alone_and_among_others(self, dtype: type) -> None:
+        case = Case.random((1100, 4, 4096), 1, head=True, dtype=dtype)
+        among = np.asarray(jit_head(*case.given(), **EPS, implementation="cuda"))
+        for first, size in ((0, 1), (5, 2), (1091, 9), (77, 300)):
+            part = case.part(slice(first, first + size))
+            alone = jit_head(*part.given(), **EPS, implementation="cuda")
+            np.testing.assert_array_equal(alone, among[first : first + size])
+
+    @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+    def test_many_tokens_are_those_of_float64(self, dtype: type) -> None:
+        """Of those at both ends and in the middle of a step in which a cluster takes several eights."""
+        case = Case.random((1003, 4, 4096), 1, dtype=dtype)
+        few = [0, 7, 8, 500, 995, 1000, 1002]
+        x, streams, *_ = (got[few] for got in self.run(case))
+        part = case.part(few)
+        assert near(streams, oracle.widened(part.arrays, part.outputs), ROUNDED)
+        want, *_ = oracle.connection(part.arrays | {"streams": streams}, (), iterations=20, **EPS)
+        assert near(x, want, ROUNDED)

@@ -1,8 +1,9 @@
-"""The experts' CUDA kernel: its lowering on the CPU; on a GPU float64, and a token's bits alone and among others."""
+"""The experts' CUDA kernels: their lowering on the CPU; on a GPU float64, and a token's bits alone and among others."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +11,14 @@ import numpy as np
 import pytest
 
 from dsv4_jax.errors import ImplementationError
-from dsv4_jax.ops import moe
+from dsv4_jax.ops import moe, moe_e4m3
 
 from ..ops.test_moe import EXPERTS, HIDDEN, LIMIT, TOP, MoeTest
 
 
 @pytest.mark.usefixtures("assumed_library")
-def test_lowers_to_one_ffi_call() -> None:
+@pytest.mark.parametrize(("op", "settings"), [(moe, ""), (moe_e4m3, "shape = 0 : i32")])
+def test_lowers_to_one_ffi_call(op: Callable[..., jax.Array], settings: str) -> None:
     args = (
         jax.ShapeDtypeStruct((3, HIDDEN), jnp.bfloat16),
         jax.ShapeDtypeStruct((3, TOP), jnp.int32),
@@ -24,9 +26,9 @@ def test_lowers_to_one_ffi_call() -> None:
         jax.ShapeDtypeStruct((EXPERTS, 8, 4, 4352), jnp.uint8),
         jax.ShapeDtypeStruct((EXPERTS, 8, 2, 4352), jnp.uint8),
     )
-    call = functools.partial(moe, limit=LIMIT, implementation="cuda")
+    call = functools.partial(op, limit=LIMIT, implementation="cuda")
     text = jax.jit(call).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("@dsv4_moe") == 1 and f"tensor<3x{HIDDEN}xf32>" in text
+    assert text.count(f"@dsv4_{op.__name__}(") == 1 and f"tensor<3x{HIDDEN}xf32>" in text and settings in text
 
 
 @pytest.mark.usefixtures("assumed_library")

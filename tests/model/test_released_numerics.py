@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv4_jax import CacheLayout, model, testing
+from dsv4_jax import AttentionType, CacheLayout, DSV4Config, init_cache, model, testing
 from dsv4_jax.errors import PerformanceWarning
 from dsv4_jax.formats.weights import WEIGHT_FORMATS, fp4
+from dsv4_jax.layout import CacheSize
+from dsv4_jax.manager import KVCacheManager
 from dsv4_jax.model.moe import moe
 from dsv4_jax.model.numerics import linear, product
 from dsv4_jax.model.released import as_released, is_released
 from dsv4_jax.model.uncached import forward_uncached
 from dsv4_jax.model.weights.quantised import Quantised
+from dsv4_jax.ops import registry
 from dsv4_jax.ops.hyper_connection import Written, connection_vector, hyper_connection
+from dsv4_jax.testing.live import Held, live_bytes
 
 from ..oracle import dense, released
+from .feeding import V4_WIDTHS, text_tokens
 from .released import CFG
 
 
@@ -94,16 +103,15 @@ def test_streams_are_bfloat16() -> None:
     streams = jnp.asarray(rng.standard_normal((3, n, width)), jnp.bfloat16)
     fn = jnp.asarray(rng.standard_normal(((2 + n) * n, n * width)) * 0.05, jnp.float32)
     vector = connection_vector(jnp.ones(width), jnp.zeros((2 + n) * n), jnp.ones(3))
-    written = Written(
-        (jnp.asarray(rng.standard_normal((3, width)), jnp.float32),),
-        *(jnp.asarray(rng.random(s), jnp.float32) for s in ((3, n), (3, n, n))),
-    )
+    output = jnp.asarray(rng.standard_normal((3, width)), jnp.bfloat16)
+    back = tuple(jnp.asarray(rng.random(s), jnp.float32) for s in ((3, n), (3, n, n)))
 
-    def run(streams: jax.Array, written: Written | None) -> tuple[jax.Array, ...]:
+    def run(streams: jax.Array, output: jax.Array | None) -> tuple[jax.Array, ...]:
+        written = None if output is None else Written((output,), *back)
         return hyper_connection(streams, fn, vector, written, iterations=3, hc_eps=1e-6, eps=1e-6)
 
-    x, new, post, comb = run(streams, written)
-    wide = np.asarray(run(streams.astype(jnp.float32), written)[1])
+    x, new, post, comb = run(streams, output)
+    wide = np.asarray(run(streams.astype(jnp.float32), output.astype(jnp.float32))[1])
     assert new.dtype == jnp.bfloat16
     np.testing.assert_array_equal(np.asarray(new, np.float64), released.bf16(wide))
     for got, want in zip((post, comb), run(new.astype(jnp.float32), None)[2:], strict=True):  # of the rounded streams
@@ -146,3 +154,106 @@ def test_chunks_neighbours_hits_and_preemption_change_no_bit() -> None:
     seen = testing.assert_serving_invariant(runner, mixes=2)
     assert seen["preemptions"] and seen["hits on the device"] and seen["comparisons"] > 5
     assert runner.executables == 1
+
+
+SWA, CSA, HCA = AttentionType
+Seen = dict[str, np.ndarray]  # what an op gave of each token, by its layer and name
+
+
+def tapped_forward(params: model.Params, layout: CacheLayout, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A jitted `forward` that also gives what each op made of the step's tokens, in the order of the ops."""
+    pick = registry.pick
+
+    def run(
+        params: model.Params, cache: Any, plan: Any, tokens: jax.Array
+    ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
+        taps, counts, layer = OrderedDict[str, jax.Array](), defaultdict[str, int](int), -1
+
+        def picked(op: str, *args: Any) -> registry.Implementation:
+            found = pick(op, *args)
+
+            def call(arguments: Any) -> Any:
+                nonlocal layer
+                layer += op == "hyper_connection" and counts[op] % 2 == 0
+                counts[op] += 1
+                result = found.call(arguments)
+                results = jax.tree.leaves(result)[: 1 if op == "attend" else None]  # nobody reads the others
+                for i, x in enumerate(() if op in ("append", "compress") else results):  # pools are compared apart
+                    if x.ndim and x.shape[0] == tokens.shape[0]:
+                        taps[f"layer {layer}: {op}, call {counts[op]} of the step, result {i}"] = x
+                return result
+
+            return dataclasses.replace(found, name="cuda", call=call)  # so that a reference is not jitted apart
+
+        with monkeypatch.context() as patched:
+            patched.setattr(registry, "pick", picked)
+            patched.setattr(
+                importlib.import_module(model.forward.__module__), "joined", lambda function, rows: function
+            )
+            logits, cache = model.forward(params, cache, plan, tokens)
+        return logits, cache, taps
+
+    return jax.jit(run, donate_argnums=1)
+
+
+def fed(params: model.Params, layout: CacheLayout, chunks: Sequence[int], forward: Any) -> tuple[np.ndarray, Any, Seen]:
+    """Logits of all tokens, what their next one sees of the cache, and what the ops made of them."""
+    columns = layout.blocks_for(sum(chunks) + 1)
+    size = CacheSize(columns + 1, 2, columns)
+    cache, manager = init_cache(layout, size), KVCacheManager(layout, size)
+    request = manager.admit_request(text_tokens(sum(chunks)).tolist(), max_tokens=columns * layout.block_tokens)
+    logits, seen = list[np.ndarray](), defaultdict[str, list[np.ndarray]](list)
+    for count in chunks:
+        plan = manager.plan_step([(request, count)], shape=manager.pinned_shape(1, count, history=count > 1))
+        got, cache, taps = forward(params, cache, plan.pack(), manager.plan_tokens(plan))
+        logits.append(np.asarray(got))
+        for name, x in taps.items():
+            seen[name].append(np.asarray(x))
+    whole = {name: np.concatenate(parts) for name, parts in seen.items()}
+    return np.concatenate(logits), live_bytes(cache, Held.of(request)), whole
+
+
+def first_difference(one: Seen, other: Seen) -> str:
+    """The first op, in the order of the step, that gave a token other bits."""
+    for name, x in one.items():
+        y = other.get(name)
+        if y is None or x.shape != y.shape:
+            continue  # of a kind of step
+        bits = x.view(np.uint8).reshape(len(x), -1) != np.ascontiguousarray(y).view(np.uint8).reshape(len(x), -1)
+        if bits.any():
+            return f"{name}: {bits.any(1).sum()} of {len(x)} tokens differ, the first is {bits.any(1).argmax()}"
+    return "no op"
+
+
+@pytest.mark.gpu
+def test_bits_depend_on_no_executable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt in one step, and in chunks and single tokens: steps of three numbers of rows."""
+    cfg = dataclasses.replace(
+        DSV4Config.tiny(layer_types=(SWA, SWA, CSA, HCA)),
+        **V4_WIDTHS,
+        hidden_size=4096,
+        hc_mult=4,
+        q_lora_rank=128,
+        o_lora_rank=128,
+        index_topk=32,
+        moe_intermediate_size=256,
+        n_routed_experts=16,
+        num_experts_per_tok=6,
+        num_mtp_layers=0,
+    )
+    params, layout = as_released(model.init_params(cfg, 2, "released")), CacheLayout(cfg, numerics="released")
+    forward = tapped_forward(params, layout, monkeypatch)
+    logits, cache, ops = fed(params, layout, [300], forward)
+    others, other_cache, other_ops = fed(params, layout, [64] * 4 + [1] * 44, forward)
+    assert np.isfinite(logits).all() and np.ptp(logits) > 0.1
+    different = (logits != others).sum()
+    stored = {
+        pool: sum(
+            int((a.view(np.uint8) != b.view(np.uint8)).sum()) for a, b in zip(parts, other_cache[pool], strict=True)
+        )
+        for pool, parts in cache.items()
+    }
+    where = first_difference(ops, other_ops)
+    said = f"{different} of {logits.size} logits and {stored} cache bytes differ; the first: {where}"
+    print(f"{said}; {len(ops)} results of ops were compared")
+    assert different == 0 and not any(stored.values()) and where == "no op", said

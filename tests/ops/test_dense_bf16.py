@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,9 +14,10 @@ from dsv4_jax.ops import dense_bf16
 
 from .op_test import OpTest
 
-jit_dense = jax.jit(dense_bf16, static_argnames=("groups", "dtype", "implementation"))
+jit_dense = jax.jit(dense_bf16, static_argnames=("groups", "dtype", "alike", "implementation"))
 # Rows and columns of the weights.
 MATRICES = {"flash": (256, 4096), "pro": (384, 7168), "least": (8, 2048), "tiles": (640, 384), "parts": (1536, 4096)}
+MATRICES |= {"odd": (576, 384), "odd parts": (576, 2048), "two parts": (12800, 1024), "compressor": (1024, 7168)}
 
 
 class DenseBf16Test(OpTest):
@@ -24,15 +27,17 @@ class DenseBf16Test(OpTest):
         rng, (rows, columns) = np.random.default_rng(tokens), MATRICES[name]
         return tuple(rng.standard_normal((n, columns)).astype(jnp.bfloat16) for n in (tokens, rows))
 
-    def run(self, x: np.ndarray, weights: np.ndarray) -> np.ndarray:
-        return np.asarray(jit_dense(x, weights, implementation=self.implementation))
+    def run(self, x: np.ndarray, weights: np.ndarray, **options: Any) -> np.ndarray:
+        return np.asarray(jit_dense(x, weights, **options, implementation=self.implementation))
 
     @pytest.mark.parametrize(
-        ("name", "tokens"), [("flash", 1), ("flash", 70), ("pro", 9), ("least", 17), ("tiles", 5), ("parts", 16)]
+        ("name", "tokens"),
+        [("flash", 1), ("flash", 70), ("pro", 9), ("least", 17), ("tiles", 5), ("parts", 16)]
+        + [(name, tokens) for name in ("tiles", "parts", "odd", "odd parts", "two parts") for tokens in (33, 150)],
     )
     def test_equals_float64(self, name: str, tokens: int) -> None:
         x, weights = self.case(name, tokens)
-        got, want = self.run(x, weights), x.astype(np.float64) @ weights.astype(np.float64).T
+        got, want = self.run(x, weights, alike=tokens > 16), x.astype(np.float64) @ weights.astype(np.float64).T
         assert got.dtype == np.float32 and got.shape == want.shape
         assert np.linalg.norm(got - want) <= 1e-5 * np.linalg.norm(want)
 

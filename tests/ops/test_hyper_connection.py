@@ -22,6 +22,13 @@ jit_connection = jax.jit(hyper_connection, static_argnames=OPTIONS)
 jit_head = jax.jit(hyper_head, static_argnames=OPTIONS[1:])
 SIZES = {"flash": (70, 4, 4096), "pro": (9, 4, 7168), "one": (1, 4, 4096), "two streams": (5, 2, 48)}
 EPS = {"hc_eps": 1e-6, "eps": 1e-6}
+# Relative L2 of bfloat16 numbers whose sums are float32's: one in thousands is the other neighbour, 2^-8 away.
+ROUNDED = 1e-4
+
+
+def near(got: np.ndarray, want: np.ndarray, limit: float) -> bool:
+    got = got.astype(np.float64)
+    return bool(np.linalg.norm(got - want) <= limit * np.linalg.norm(want))
 
 
 @dataclasses.dataclass
@@ -32,8 +39,8 @@ class Case:
     outputs: tuple[np.ndarray, ...] = ()
 
     @classmethod
-    def random(cls, size: tuple[int, int, int], outputs: int = 1, head: bool = False, seed: int = 0) -> Case:
-        (tokens, n, width), rng = size, np.random.default_rng(seed)
+    def random(cls, size: tuple[int, int, int], outputs: int = 1, head: bool = False, dtype: Any = np.float32) -> Case:
+        (tokens, n, width), rng = size, np.random.default_rng(0)
         rows = n if head else (2 + n) * n
 
         def normal(*shape: int) -> np.ndarray:
@@ -43,7 +50,7 @@ class Case:
             return rng.uniform(low, high, shape).astype(np.float32)
 
         arrays = {
-            "streams": normal(tokens, n, width) * uniform(0.1, 8, tokens, 1, 1),
+            "streams": (normal(tokens, n, width) * uniform(0.1, 8, tokens, 1, 1)).astype(dtype),
             "fn": normal(rows, n * width) * np.float32((n * width) ** -0.5),
             "base": normal(rows),
             "scale": uniform(0.5, 1.5, 1 if head else 3),
@@ -51,7 +58,7 @@ class Case:
             "post": uniform(0, 2, tokens, n),
             "comb": uniform(0, 1, tokens, n, n),
         }
-        return cls(arrays, tuple(normal(tokens, width) for _ in range(outputs)))
+        return cls(arrays, tuple(normal(tokens, width).astype(dtype) for _ in range(outputs)))
 
     def part(self, pick: slice | list[int]) -> Case:
         """The same of some tokens."""
@@ -85,15 +92,44 @@ class HyperConnectionTest(OpTest):
             wanted = oracle.connection(case.arrays, case.outputs, iterations=20, **EPS)
             for got, want in zip(found, wanted, strict=True):
                 assert got.dtype == np.float32
-                assert np.linalg.norm(got - want) <= 2e-6 * np.linalg.norm(want)
+                assert near(got, want, 2e-6)
+
+    @pytest.mark.parametrize("size", SIZES)
+    @pytest.mark.parametrize("outputs", [0, 1, 2])
+    def test_bfloat16_streams_are_those_of_float64(self, size: str, outputs: int) -> None:
+        """But for sums between two bfloat16 numbers. What follows is compared from the same streams on."""
+        case = Case.random(SIZES[size], outputs, dtype=jnp.bfloat16)
+        with self.asked(size=SIZES[size]):
+            x, streams, post, comb = self.run(case)
+            assert streams.dtype == jnp.bfloat16 and x.dtype == post.dtype == comb.dtype == np.float32
+            want = oracle.widened(case.arrays, case.outputs)
+            assert near(streams, want, ROUNDED) and (streams != want).mean() <= 1e-3
+            of_new = case.arrays | {"streams": streams}
+            want_x, _, *back = oracle.connection(of_new, (), iterations=20, **EPS)
+            assert near(x, want_x, ROUNDED)
+            for got, want in zip((post, comb), back, strict=True):
+                assert near(got, want, 4e-6)
+
+    def test_bfloat16_streams_are_rounded_before_they_are_mixed(self) -> None:
+        case = Case.random((3, 4, 4096), 1, dtype=jnp.bfloat16)
+        x, streams, *back = self.run(case)
+        again, same, *others = self.run(Case(case.arrays | {"streams": streams}))
+        for got, want in zip((x, streams, *back), (again, same, *others), strict=True):
+            np.testing.assert_array_equal(got, want)
+
+    @pytest.mark.parametrize("size", SIZES)
+    def test_head_of_bfloat16_streams_is_that_of_float64(self, size: str) -> None:
+        case = Case.random(SIZES[size], 1, head=True, dtype=jnp.bfloat16)
+        with self.asked(size=SIZES[size]):
+            got = np.asarray(jit_head(*case.given(), **EPS, implementation=self.implementation))
+            assert near(got, oracle.head(case.arrays, case.outputs, **EPS), ROUNDED)
 
     @pytest.mark.parametrize("size", SIZES)
     def test_head_is_that_of_float64(self, size: str) -> None:
         case = Case.random(SIZES[size], 1, head=True)
         with self.asked(size=SIZES[size]):
             got = np.asarray(jit_head(*case.given(), **EPS, implementation=self.implementation))
-            want = oracle.head(case.arrays, case.outputs, **EPS)
-            assert np.linalg.norm(got - want) <= 2e-6 * np.linalg.norm(want)
+            assert near(got, oracle.head(case.arrays, case.outputs, **EPS), 2e-6)
 
     def test_rounds_x_alone(self) -> None:
         case = Case.random((5, 4, 4096))
@@ -166,6 +202,14 @@ SMALL = {
         ({"written": jnp.zeros(3)}, "written is .*, expected Written"),
         ({"written": SMALL["written"]._replace(outputs=())}, "written.outputs has not one or two arrays"),
         ({"written": SMALL["written"]._replace(outputs=(jnp.zeros((2, 9)),))}, r"written.outputs is float32 \[2, 9\]"),
+        (
+            {"written": SMALL["written"]._replace(outputs=(jnp.zeros((2, 8), jnp.bfloat16),))},
+            r"written.outputs is bfloat16 \[2, 8\], expected float32",
+        ),
+        (
+            {"streams": jnp.zeros((2, 4, 8), jnp.bfloat16)},
+            r"written.outputs is float32 \[2, 8\], expected bfloat16",
+        ),
         ({"written": SMALL["written"]._replace(comb=jnp.zeros((2, 16)))}, r"written.comb is float32 \[2, 16\], exp"),
         ({"written": SMALL["written"]._replace(post=jnp.zeros((3, 4)))}, r"written.post is float32 \[3, 4\], exp"),
         ({"iterations": 0}, "iterations must be an integer of at least 1, got 0"),

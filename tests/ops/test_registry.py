@@ -140,9 +140,14 @@ EXAMPLES: dict[str, Callable[[], Iterator[Any]]] = {
     "dense_e4m3": lambda: EXAMPLES["dense_fp8"](),
     "dense_bf16": lambda: (
         DenseBf16Arguments(
-            floats(tokens, 4096), jnp.zeros((rows, 4096 // groups), jnp.bfloat16), groups, jnp.dtype(dtype)
+            floats(tokens, 4096), jnp.zeros((rows, 4096 // groups), jnp.bfloat16), groups, jnp.dtype(dtype), alike
         )
-        for tokens, rows, groups in ((2, 16, 1), (2, 1024, 2), (17, 1024, 1))
+        for tokens, rows, groups, alike in (
+            (2, 16, 1, False),
+            (2, 1024, 2, False),
+            (17, 1024, 1, False),
+            (17, 1024, 1, True),
+        )
         for dtype in (jnp.float32, jnp.bfloat16)
     ),
     "entry_rows": lambda: (EntryRowsArguments(ints(2, keys), ints(2), ints(3, 4), 8, 16, 5) for keys in (1, 2**22 + 1)),
@@ -366,10 +371,7 @@ class TestChain:
 
     def test_what_must_be_asked_for_is_never_picked(self) -> None:
         assert all(not set(op.by_name) & {*op.gpu, *op.elsewhere} for op in OPS.values())
-        assert {op.name: op.by_name for op in OPS.values() if op.by_name} == {
-            "gather": ("triton",),
-            "moe_e4m3": ("cuda",),
-        }
+        assert {op.name: op.by_name for op in OPS.values() if op.by_name} == {"gather": ("triton",)}
 
 
 def test_elsewhere_the_reference_is_picked() -> None:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import ml_dtypes
 import numpy as np
+
+from .released import bf16
 
 Arrays = Mapping[str, np.ndarray]
 
 
 def widened(arrays: Arrays, outputs: Sequence[np.ndarray]) -> np.ndarray:
-    """The streams after a block wrote: X'[k] = post[k] y + sum over j of comb[j, k] X[j]."""
+    """The streams after a block wrote: X'[k] = post[k] y + sum over j of comb[j, k] X[j]; as bfloat16 if they are."""
     streams = arrays["streams"].astype(np.float64)
     if not outputs:
         return streams
     y = sum(x.astype(np.float64) for x in outputs)
     post, comb = arrays["post"].astype(np.float64), arrays["comb"].astype(np.float64)
-    return np.stack([post[t, :, None] * y[t] + comb[t].T @ streams[t] for t in range(len(streams))])
+    new = np.stack([post[t, :, None] * y[t] + comb[t].T @ streams[t] for t in range(len(streams))])
+    return bf16(new) if arrays["streams"].dtype == ml_dtypes.bfloat16 else new
 
 
 def normalised(x: np.ndarray, eps: float) -> np.ndarray:
@@ -32,7 +36,8 @@ def mixed(arrays: Arrays, streams: np.ndarray, eps: float) -> np.ndarray:
 
 
 def read(arrays: Arrays, streams: np.ndarray, pre: np.ndarray, eps: float) -> np.ndarray:
-    return normalised((pre[..., None] * streams).sum(1), eps) * arrays["norm"]
+    mix = (pre[..., None] * streams).sum(1)
+    return normalised(bf16(mix) if arrays["streams"].dtype == ml_dtypes.bfloat16 else mix, eps) * arrays["norm"]
 
 
 def sinkhorn(logits: np.ndarray, iterations: int, eps: float) -> np.ndarray:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ...formats.weights import WEIGHT_FORMATS, WeightFormat
 
-__all__ = ["FP4", "FP8", "Matrix", "Quantised"]
+__all__ = ["FP4", "FP8", "Matrix", "Quantised", "rounds_rows"]
 
 FP8, FP4 = WEIGHT_FORMATS["fp8"], WEIGHT_FORMATS["fp4"]
 
@@ -48,3 +48,8 @@ class Quantised:
 jax.tree_util.register_dataclass(Quantised, data_fields=["parts"], meta_fields=["format", "whole_rows"])
 
 Matrix: TypeAlias = "jax.Array | Quantised"
+
+
+def rounds_rows(weight: Any) -> bool:
+    """Whether these are weights whose products round rows to e4m3, as the released model does."""
+    return isinstance(weight, Quantised) and weight.format.rows == "e4m3"
