@@ -11,6 +11,7 @@ of xdist's processes sees the one that stands at its place in DSV4_TEST_GPUS, su
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import os
 import pathlib
@@ -18,7 +19,7 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "DSV4_TEST_GPUS" in os.environ and "PYTEST_XDIST_WORKER" in os.environ:
@@ -186,12 +187,13 @@ def few_programs() -> Iterator[None]:
 
 def pytest_ignore_collect(collection_path: pathlib.Path) -> bool | None:
     """Files of which nothing would be kept are not even imported."""
-    if not WHOLE and collection_path.name.startswith("test_") and not _in(collection_path, VERSION_ROOMS):
+    if not WHOLE and collection_path.name.startswith("test_") and not _in(collection_path, tuple(VERSION_ROOMS)):
         return True
     return None
 
 
-def _in(path: pathlib.Path, rooms: Iterable[str]) -> bool:
+@functools.cache
+def _in(path: pathlib.Path, rooms: tuple[str, ...]) -> bool:
     return any(path.is_relative_to(TESTS / room) for room in rooms)
 
 
@@ -218,7 +220,7 @@ def _on_push(item: pytest.Item, shown: dict[str, set[tuple[str, str]]]) -> bool:
     """Whether `make test` runs this case; `shown` has the values of parameters that earlier cases of each test have."""
     if item.get_closest_marker("gpu"):
         return WHOLE  # they are asked for by name, and skipped with a reason where there is no GPU
-    if item.get_closest_marker("slow") or not (WHOLE or _in(item.path, VERSION_ROOMS)):
+    if item.get_closest_marker("slow") or not (WHOLE or _in(item.path, tuple(VERSION_ROOMS))):
         return False
     if not hasattr(item, "callspec") or item.get_closest_marker("every_case"):
         return True
