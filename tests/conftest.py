@@ -11,6 +11,7 @@ of xdist's processes sees the one that stands at its place in DSV4_TEST_GPUS, su
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import os
 import pathlib
@@ -18,15 +19,15 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "DSV4_TEST_GPUS" in os.environ and "PYTEST_XDIST_WORKER" in os.environ:
     own = os.environ["DSV4_TEST_GPUS"].split(",")
     os.environ["CUDA_VISIBLE_DEVICES"] = own[int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")) % len(own)]
-# Most of a test's time is compiling, and most of that LLVM's optimisations and, in the rooms `WHOLE_PROGRAMS`, MLIR's
-# fusion emitters, a pass manager for each fusion: the CPU does without them, except in `harness.optimised_write_step`
-# or if XLA_FLAGS asks for them. jax 0.12 has no other emitters.
+# Most of a test's time is compiling, and most of that LLVM's optimisations and MLIR's fusion emitters, a pass manager
+# for each fusion: the CPU does without the former, except in `harness.optimised_write_step` or if XLA_FLAGS asks for
+# them, and without the latter but where bits are looked at (`_users_emitters`). jax 0.12 has no other emitters.
 # Eight devices for the sharding tests. One thread each: tests run in several processes already.
 os.environ["XLA_FLAGS"] = " ".join(
     [
@@ -77,7 +78,7 @@ users_emitters = True
 
 
 def compile_options(*args, env_options_overrides=None, make=compiler.get_compile_options, **options):
-    """As jax's; where bits are looked at (all but `WHOLE_PROGRAMS`) with the fusion emitters of users' programs."""
+    """As jax's; in the rooms of which `_users_emitters` says so with the fusion emitters of users' programs."""
     if users_emitters:
         env_options_overrides = {"xla_backend_extra_options": ""} | (env_options_overrides or {})
     return make(*args, env_options_overrides=env_options_overrides, **options)
@@ -142,7 +143,19 @@ LONG = (
     "test_toy_format.py",
     "test_wheel.py",
 )
-# Models and what runs them: the largest programs. What they compare does not depend on XLA's emitters.
+# What compares bits of programs that XLA compiled in different ways: with the fusion emitters of users' programs also
+# on a push. They cost a third of a test's time, and what the other rooms compare does not depend on them.
+BITS = (
+    "cuda",
+    "formats",
+    "ops",
+    "pallas",
+    "test_invariance.py",
+    "test_promises.py",
+    "test_sharding.py",
+    "triton",
+)
+# Models and what runs them: the largest programs, without users' emitters in `make test-all` too.
 WHOLE_PROGRAMS = (
     "bench",
     "cli",
@@ -161,7 +174,7 @@ WHOLE = ALL or sys.version_info[:2] == (3, 12)
 
 
 def pytest_configure() -> None:
-    if missing := [room for room in (*VERSION_ROOMS, *LONG, *WHOLE_PROGRAMS) if not (TESTS / room).exists()]:
+    if missing := [room for room in (*VERSION_ROOMS, *LONG, *BITS, *WHOLE_PROGRAMS) if not (TESTS / room).exists()]:
         raise pytest.UsageError(f"tests/conftest.py names rooms that do not exist: {', '.join(missing)}")
 
 
@@ -169,7 +182,7 @@ def pytest_configure() -> None:
 def emitters(request: pytest.FixtureRequest) -> None:
     """Those of the room: programs that the others made are forgotten."""
     global users_emitters
-    if os.environ["JAX_PLATFORMS"] == "cpu" and users_emitters == _in(request.path, WHOLE_PROGRAMS):
+    if os.environ["JAX_PLATFORMS"] == "cpu" and users_emitters != _users_emitters(request.path):
         users_emitters = not users_emitters
         jax.clear_caches()
 
@@ -186,18 +199,23 @@ def few_programs() -> Iterator[None]:
 
 def pytest_ignore_collect(collection_path: pathlib.Path) -> bool | None:
     """Files of which nothing would be kept are not even imported."""
-    if not WHOLE and collection_path.name.startswith("test_") and not _in(collection_path, VERSION_ROOMS):
+    if not WHOLE and collection_path.name.startswith("test_") and not _in(collection_path, tuple(VERSION_ROOMS)):
         return True
     return None
 
 
-def _in(path: pathlib.Path, rooms: Iterable[str]) -> bool:
+@functools.cache
+def _in(path: pathlib.Path, rooms: tuple[str, ...]) -> bool:
     return any(path.is_relative_to(TESTS / room) for room in rooms)
+
+
+def _users_emitters(path: pathlib.Path) -> bool:
+    return _in(path, BITS) or (ALL and not _in(path, WHOLE_PROGRAMS))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # Of the long ones and of the others those first that are compiled alike: see `emitters`.
-    items.sort(key=lambda item: (not _in(item.path, LONG), not _in(item.path, WHOLE_PROGRAMS)))
+    items.sort(key=lambda item: (not _in(item.path, LONG), _users_emitters(item.path)))
     if not ALL:
         shown: dict[str, set[tuple[str, str]]] = {}
         kept = [item for item in items if _on_push(item, shown)]
@@ -218,7 +236,7 @@ def _on_push(item: pytest.Item, shown: dict[str, set[tuple[str, str]]]) -> bool:
     """Whether `make test` runs this case; `shown` has the values of parameters that earlier cases of each test have."""
     if item.get_closest_marker("gpu"):
         return WHOLE  # they are asked for by name, and skipped with a reason where there is no GPU
-    if item.get_closest_marker("slow") or not (WHOLE or _in(item.path, VERSION_ROOMS)):
+    if item.get_closest_marker("slow") or not (WHOLE or _in(item.path, tuple(VERSION_ROOMS))):
         return False
     if not hasattr(item, "callspec") or item.get_closest_marker("every_case"):
         return True

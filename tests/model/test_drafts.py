@@ -104,6 +104,36 @@ def test_a_mesh_drafts_as_one_device_does(params) -> None:
     assert drawn == expected and 5 < max(at_once) <= 9
 
 
+RULES = ("all", "by the first", "by the second")
+
+
+@jax.jit
+def drawn_pairs(
+    p: list[jax.Array],
+    q: list[jax.Array],
+    rows: SamplingRows,
+    place: jax.Array,
+    rule: jax.Array,
+    biases: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """(Two tokens of each row as one number, how many tokens it kept), of which `RULES` says when drafts are cut off."""
+    count, vocab = len(place), p[0].shape[-1]
+    first = distribution(jnp.broadcast_to(q[0], (count, vocab)), rows, biases=biases)
+    x = draw(first, rows, place)
+    second = distribution(q[1][x], rows, biases=biases)
+    y = draw(second, rows, place + np.int32(1))
+    logits = [jnp.broadcast_to(p[0], (count, vocab)), p[1][x], p[2][x * vocab + y]]
+    drafts = jnp.stack([jnp.full_like(x, 2), 1 + x % 2, 1 + y % 2])[rule]
+    shares = jnp.stack([first, second], 1)
+    drawn, kept = accept_standard(
+        jnp.stack(logits, 1), jnp.stack([x, y], 1), shares, drafts, rows, place, biases=biases
+    )
+    # A second token that this step has not drawn is drawn by the next one, which knows of no draft.
+    then = distribution(p[1][drawn.tokens[:, 0]], rows, biases=biases)
+    after = draw(then, rows, place + np.int32(1))
+    return jnp.where(kept > 1, drawn.tokens[:, 1], after) + np.int32(vocab) * drawn.tokens[:, 0], kept
+
+
 def by_the_standard_rule(setting: Sampling, rule: str, count: int) -> tuple[np.ndarray, np.ndarray, float]:
     """(How often each pair of tokens came, how often it should, how many drafts were kept of two), of so many rows."""
     rng, vocab = np.random.default_rng(3), 6
@@ -112,30 +142,14 @@ def by_the_standard_rule(setting: Sampling, rule: str, count: int) -> tuple[np.n
     )
     q = [near + np.float32(0.7) * (far - near) for near, far in zip(p, q, strict=True)]
     rows = SamplingRows.of([dataclasses.replace(setting, seed=seed) for seed in range(count)])
-    biased: Any = dict(biases=bias_rows([setting] * count)) if setting.logit_bias else {}
+    biases = bias_rows([setting] * count) if setting.logit_bias else None
     added = np.zeros(vocab, np.float32)
     for token, value in setting.logit_bias:
         added[token] = value
-    place = jnp.zeros(count, jnp.int32) + np.int32(9)
-
-    @jax.jit
-    def drawn(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-        first = distribution(jnp.broadcast_to(q[0], (count, vocab)), rows, **biased)
-        x = draw(first, rows, place)
-        second = distribution(jnp.asarray(q[1])[x], rows, **biased)
-        y = draw(second, rows, place + np.int32(1))
-        logits = [jnp.broadcast_to(p[0], (count, vocab)), jnp.asarray(p[1])[x], jnp.asarray(p[2])[x * vocab + y]]
-        drafts = {"all": jnp.full_like(x, 2), "by the first": 1 + x % 2, "by the second": 1 + y % 2}[rule]
-        shares = jnp.stack([first, second], 1)
-        drawn, kept = accept_standard(jnp.stack(logits, 1), jnp.stack([x, y], 1), shares, drafts, rows, place, **biased)
-        # A second token that this step has not drawn is drawn by the next one, which knows of no draft.
-        then = distribution(jnp.asarray(p[1])[drawn.tokens[:, 0]], rows, **biased)
-        after = draw(then, rows, place + np.int32(1))
-        return jnp.where(kept > 1, drawn.tokens[:, 1], after) + np.int32(vocab) * drawn.tokens[:, 0], kept
-
+    chosen = jnp.int32(RULES.index(rule))
+    pairs, kept = drawn_pairs(p, q, rows, jnp.zeros(count, jnp.int32) + np.int32(9), chosen, biases)
     of_all = SamplingRows.of([dataclasses.replace(setting, seed=0)] * (1 + vocab))
     shares = np.asarray(distribution(np.concatenate([p[0], p[1]]) + added, of_all), np.float64)
-    pairs, kept = drawn(rows)
     expected = count * (shares[0][:, None] * shares[1:]).reshape(-1)
     return np.bincount(pairs, minlength=vocab**2), expected, float(kept.mean()) - 1
 
@@ -156,7 +170,7 @@ def unlikely(found: np.ndarray, expected: np.ndarray) -> bool:
 )
 def test_the_standard_rule_draws_from_the_target(setting) -> None:
     """Also if drafts are cut off by what is known before them. Who looks at the draft itself draws otherwise."""
-    for rule in ("all", "by the first", "by the second"):
+    for rule in RULES:
         found, expected, kept = by_the_standard_rule(setting, rule, 24_000)
         assert unlikely(found, expected) == (rule == "by the second") and 0.3 < kept < 1.9, rule
 
