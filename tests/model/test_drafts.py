@@ -116,7 +116,7 @@ def drawn_pairs(
     rule: jax.Array,
     biases: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """(Two tokens of each row as one number, how many tokens it kept), of which `RULES` says when drafts are cut off."""
+    """(Two tokens of each row as one number, how many it kept), of which `RULES` says when drafts are cut off."""
     count, vocab = len(place), p[0].shape[-1]
     first = distribution(jnp.broadcast_to(q[0], (count, vocab)), rows, biases=biases)
     x = draw(first, rows, place)
