@@ -29,6 +29,7 @@ NOT_RUN = {
     "needs a GPU": r"(python -m dsv4_jax|dsv4-jax) bench |python benchmarks/\w+\.py",
     "needs a disk": r"python benchmarks/\w+\.py",
     "needs a checkpoint": r"dsv4-jax (demo|generate|chat|logits|serve) --checkpoint|pip .*serve|open http:|curl ",
+    "needs a server": r"(pip install aiperf|aiperf profile)\b",
     "tests/cli runs it": r"dsv4-jax demo$",
 }
 
