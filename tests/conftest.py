@@ -28,10 +28,12 @@ if "DSV4_TEST_GPUS" in os.environ and "PYTEST_XDIST_WORKER" in os.environ:
 # Most of a test's time is compiling, and most of that LLVM's optimisations and MLIR's fusion emitters, a pass manager
 # for each fusion: the CPU does without the former, except in `harness.optimised_write_step` or if XLA_FLAGS asks for
 # them, and without the latter but where bits are looked at (`_users_emitters`). jax 0.12 has no other emitters.
-# Eight devices for the sharding tests. One thread each: tests run in several processes already.
+# A program is one module of LLVM's, not 32. Eight devices for the sharding tests. One thread each: tests run in several
+# processes already.
 os.environ["XLA_FLAGS"] = " ".join(
     [
-        "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+        "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1 "
+        "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
         if os.environ["JAX_PLATFORMS"] == "cpu"
         else "",
         os.environ.get("XLA_FLAGS", ""),
