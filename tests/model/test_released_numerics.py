@@ -178,7 +178,8 @@ def tapped_forward(params: model.Params, layout: CacheLayout, monkeypatch: pytes
                 counts[op] += 1
                 result = found.call(arguments)
                 results = jax.tree.leaves(result)[: 1 if op == "attend" else None]  # nobody reads the others
-                for i, x in enumerate(() if op in ("append", "compress") else results):  # pools are compared apart
+                # Pools are compared apart. Where entries lie (entry_rows) is said for as many as the step's table has.
+                for i, x in enumerate(() if op in ("append", "compress", "entry_rows") else results):
                     if x.ndim and x.shape[0] == tokens.shape[0]:
                         taps[f"layer {layer}: {op}, call {counts[op]} of the step, result {i}"] = x
                 return result
