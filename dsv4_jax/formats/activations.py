@@ -12,14 +12,25 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from ..errors import ShapeError
 from . import FP8_FLOOR
 from .scaling import E4M3_MAX, absmax, e4m3_codes, e4m3_values, grouped, power_of_two, ue8m0_scale_exponent
 
-__all__ = ["ROW_BLOCK", "dequantise_rows", "quantise_rows"]
+__all__ = ["ROW_BLOCK", "dequantise_rows", "quantise_rows", "to_bfloat16"]
 
 ROW_BLOCK = 128  # columns of a scale
+
+
+def to_bfloat16(x: jax.Array) -> jax.Array:
+    """Rounds floats of any shape to bfloat16 numbers, which stay float32.
+
+    In place of `x.astype(bfloat16).astype(float32)`, which XLA may leave out where it fuses both conversions
+    (`xla_allow_excess_precision`, on by default): then other codes come out, of rows of one executable and not another.
+    """
+    kind = jnp.finfo(jnp.bfloat16)
+    return lax.reduce_precision(x.astype(jnp.float32), kind.nexp, kind.nmant)
 
 
 def quantise_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -30,7 +41,7 @@ def quantise_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     if x.shape[-1] % ROW_BLOCK:
         raise ShapeError(f"quantise_rows: rows have {x.shape[-1]} columns, expected a multiple of {ROW_BLOCK}")
-    blocks = grouped(x.astype(jnp.bfloat16).astype(jnp.float32), ROW_BLOCK)
+    blocks = grouped(to_bfloat16(x), ROW_BLOCK)
     exponent = ue8m0_scale_exponent(absmax(blocks, np.float32(FP8_FLOOR)), E4M3_MAX)
     codes = e4m3_codes(blocks * power_of_two(-exponent)[..., None])
     return codes.reshape(x.shape), (exponent + np.int32(127)).astype(jnp.uint8)

@@ -9,6 +9,7 @@ from jax import lax
 
 from .. import ops
 from ..config import DSV4Config
+from ..formats.activations import to_bfloat16
 from ..ops.batches import in_tiles
 from ..ops.moe import ExpertSums
 from ..ops.numerics import clamped_swiglu
@@ -42,7 +43,7 @@ def moe(p: Params, x: jax.Array, tokens: jax.Array, cfg: DSV4Config) -> tuple[tu
         dtype = jnp.bfloat16 if down.dtype == jnp.bfloat16 else jnp.float32  # what `linear` takes
         shared = linear(ops.swiglu(both["gate"], both["up"], limit=cfg.swiglu_limit, dtype=dtype), down)
         if rounds_rows(down):
-            return ((out + shared).astype(jnp.bfloat16).astype(jnp.float32),), chosen
+            return (to_bfloat16(out + shared),), chosen
         return (out, shared), chosen
     return (out,), chosen
 

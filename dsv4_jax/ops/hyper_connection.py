@@ -16,6 +16,7 @@ from jax import lax
 
 from ..checks import check_integer
 from ..errors import ShapeError
+from ..formats.activations import to_bfloat16
 from .arguments import Check
 from .numerics import MIN_ROWS, unit_rms
 from .registry import Choice, Implementation, run
@@ -194,7 +195,7 @@ def reference(arguments: HyperConnectionArguments):
     ]
     pre = jax.nn.sigmoid(parts[0]) + hc_eps
     x = jnp.einsum("tn,tnd->td", pre, streams, precision=_EXACT)
-    x = unit_rms(x.astype(given.dtype).astype(jnp.float32), arguments.eps)
+    x = unit_rms(_as_held(x, given.dtype), arguments.eps)
     x = (x * norm[None]).astype(arguments.dtype)
     if arguments.rows > tokens:
         x = jnp.pad(x, ((0, arguments.rows - tokens), (0, 0)))
@@ -212,7 +213,12 @@ def widened(streams: jax.Array, written: Written) -> jax.Array:
     first, *rest = (x.astype(jnp.float32) for x in written.outputs)
     y = sum(rest, first)
     mixed = jnp.einsum("tjk,tjd->tkd", written.comb, streams.astype(jnp.float32), precision=_EXACT)
-    return (written.post[..., None] * y[:, None] + mixed).astype(streams.dtype)
+    return _as_held(written.post[..., None] * y[:, None] + mixed, streams.dtype).astype(streams.dtype)
+
+
+def _as_held(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """float32 numbers as streams of this dtype hold them, still float32."""
+    return to_bfloat16(x) if dtype == jnp.bfloat16 else x
 
 
 def sinkhorn(logits: jax.Array, iterations: int, eps: np.float32) -> jax.Array:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from ..formats.activations import dequantise_rows, quantise_rows
+from ..formats.activations import dequantise_rows, quantise_rows, to_bfloat16
 from ..formats.weights import fp4_e4m3
 from .moe import MoeArguments, Product, checked, gates_and_ups, summed
 from .numerics import clamped_swiglu
@@ -54,9 +54,9 @@ def reference(arguments: MoeArguments) -> jax.Array:
     x = _rounded(arguments.x)
 
     def expert(multiply: Product, share: jax.Array) -> jax.Array:
-        gate, up = (half.astype(jnp.bfloat16).astype(jnp.float32) for half in gates_and_ups(multiply(x, 0)))
+        gate, up = (to_bfloat16(half) for half in gates_and_ups(multiply(x, 0)))
         hidden = clamped_swiglu(gate, up, arguments.limit) * share[:, None]
-        return multiply(_rounded(hidden), 1).astype(jnp.bfloat16).astype(jnp.float32)
+        return to_bfloat16(multiply(_rounded(hidden), 1))
 
     return summed(arguments, expert, fp4_e4m3)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax.errors import ShapeError
-from dsv4_jax.formats.activations import ROW_BLOCK, dequantise_rows, quantise_rows
+from dsv4_jax.formats.activations import ROW_BLOCK, dequantise_rows, quantise_rows, to_bfloat16
 
 from ..oracle.released import as_released
 from ..oracle.rows import LARGEST, _amax, _codes, _scale_exponent
@@ -44,6 +44,17 @@ def test_all_numbers_as_released() -> None:
         np.testing.assert_array_equal(codes & 0x7F, want_codes & 0x7F)
         nonzero = codes & 0x7F != 0
         np.testing.assert_array_equal(codes[nonzero], want_codes[nonzero])
+
+
+def test_rounding_to_bfloat16_is_one_and_stays() -> None:
+    """XLA may leave out a pair of conversions, but not what this is lowered to."""
+    rng = np.random.default_rng(0)
+    x = np.concatenate([rng.integers(0, 1 << 32, 1 << 16, dtype=np.uint32).view(np.float32), ALL.astype(np.float32)])
+    with np.errstate(invalid="ignore"):  # NaN
+        want = x.astype(ml_dtypes.bfloat16).astype(np.float32)
+    np.testing.assert_array_equal(np.asarray(jax.jit(to_bfloat16)(x)), want)
+    text = quantise.lower(x[:ROW_BLOCK]).as_text()
+    assert "stablehlo.reduce_precision" in text and "bf16" not in text
 
 
 def test_ties_go_to_even_and_nothing_is_clipped() -> None:
