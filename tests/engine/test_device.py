@@ -144,6 +144,55 @@ def test_weights_change_between_steps_and_memory_comes_and_goes(weights, compile
         assert answer(one) == expected
 
 
+def aligned(x: jax.Array) -> np.ndarray:
+    """The same on the host, at an address at which a CPU device would use it where it is."""
+    memory = np.empty(x.nbytes + 64, np.uint8)
+    own = memory[-memory.ctypes.data % 64 :][: x.nbytes].view(x.dtype).reshape(x.shape)
+    own[...] = x
+    return own
+
+
+@pytest.mark.parametrize("mesh", [None, model.Split(2, 1)])
+def test_weights_come_from_anywhere(weights, mesh):
+    """From the host, which goes on to write there, and from one device, whether jax may move them or not."""
+    expected = []
+    for params in weights:
+        with engine(params, "plain") as one:
+            expected.append(answer(one))
+    mesh = None if mesh is None else mesh.mesh()
+    for place in (aligned, lambda x: x + 0, lambda x: jax.device_put(x + 0, jax.devices()[0])):
+        first, second, third = (jax.tree.map(place, weights[i]) for i in (0, 1, 0))
+        with engine(first, "first", mesh=mesh) as one:
+            found = [answer(one)]
+            one.update_weights(second, "second")
+            found.append(answer(one))
+            one.update_weights(third, "third", donate=True)
+            for array in jax.tree.leaves((first, second, third)) if place is aligned else ():
+                array[...] = 0
+            found.append(answer(one, TEXT[1:]))
+            one.update_weights(weights[0], "fourth")
+            found.append(answer(one, TEXT[1:]))
+        assert found[:2] == expected and found[2] == found[3]
+
+
+def test_old_weights_that_are_given_up_may_be_among_the_new(weights):
+    """At other places, too; what was given up is refused before anything changes."""
+    old, new = (jax.tree.map(lambda x: x + 0, each) for each in weights)
+    swapped = old | {"embed": old["head"], "head": old["embed"]}
+    with engine(jax.tree.map(lambda x: x + 0, swapped), "fresh") as fresh:
+        expected = answer(fresh)
+    with engine(old, "old") as one:
+        one.update_weights(swapped, "swapped", donate=True)
+        assert answer(one) == expected
+        one.update_weights(new, "new", donate=True)
+        assert old["embed"].is_deleted() and old["head"].is_deleted()
+        before = answer(one)
+        with pytest.raises(RequestError, match=r"params\['embed'\] was deleted"):
+            one.update_weights(old, "old", donate=True)
+        done = one.add(Prompt(tokens=TEXT, max_new_tokens=6)).result(PATIENCE)
+        assert done.tokens == before and done.cached == 64 and done.weights_id == "new"
+
+
 def test_a_prompt_of_another_engine_is_gone_on_with(weights):
     """Over sockets, from one thread's engine to another's, beside steps that do not wait for it."""
     transports = [RecordTransport(open_engine("loopback"), timeout=PATIENCE) for _ in range(2)]
