@@ -322,8 +322,8 @@ class DeviceExecutor:
     def update(self, params: Params, donate: bool, fits: Callable[[], object]) -> None:
         """Other weights from now on; `fits` is called when it is sure that they fit, before anything changes.
 
-        Raises `RequestError` if they do not. Without `donate` they are all there by then: what the devices raise of
-        them has changed nothing either.
+        Raises `RequestError` if they do not. What the devices raise of them has changed nothing either, unless an old
+        array was given up by then (`donate`): no step runs until others have come.
         """
         donate = check_boolean("donate", donate, error=RequestError)
         old, tree = jax.tree.flatten(self.params)
@@ -336,16 +336,17 @@ class DeviceExecutor:
                 raise RequestError(f"params{name} is {_described(b)}, expected {_described(a)}")
             if isinstance(b, jax.Array) and b.is_deleted():
                 raise RequestError(f"params{name} was deleted: its memory was given up")
-        if donate:
-            fits()
-        placed = []
+        placed, changed = [], False
         kept = {place for b in new if donate and isinstance(b, jax.Array) for place in _memory(b)}
         for a, b in zip(old, new, strict=True):
             placed.append(_put(b, a.sharding))
             if donate and not a.is_deleted() and kept.isdisjoint(_memory(a)):
                 jax.block_until_ready(placed[-1])
+                if not changed:
+                    fits()
+                    changed = True
                 a.delete()
-        if not donate:
+        if not changed:
             jax.block_until_ready(placed)
             fits()
         self.params = jax.tree.unflatten(tree, placed)

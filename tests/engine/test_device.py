@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax import CacheLayout, CacheSize, DSV4Config, model
-from dsv4_jax.engine import Engine, Limits, Prompt, build
+from dsv4_jax.engine import Engine, Limits, Prompt, build, device
 from dsv4_jax.errors import CheckpointError, EngineError, PlanError, RequestError
 from dsv4_jax.manager import HostSize
 from dsv4_jax.tiers.remote import RecordTransport
@@ -191,6 +191,28 @@ def test_old_weights_that_are_given_up_may_be_among_the_new(weights):
             one.update_weights(old, "old", donate=True)
         done = one.add(Prompt(tokens=TEXT, max_new_tokens=6)).result(PATIENCE)
         assert done.tokens == before and done.cached == 64 and done.weights_id == "new"
+
+
+@pytest.mark.parametrize("room", [0, 4])
+def test_weights_for_which_the_device_has_no_memory(weights, monkeypatch, room):
+    """No answer of the old ones has the name of the new ones, and no step runs without some that were given up."""
+    old, new = (jax.tree.map(lambda x: x + 0, each) for each in weights)
+    with engine(old, "old") as one:
+        before, left, put = answer(one), iter(range(room)), device._put
+        with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="no memory"):
+            patched.setattr(device, "_put", lambda *given: put(*given) if next(left, None) is not None else _fail())
+            one.update_weights(new, "new", donate=True)
+        done = one.add(Prompt(tokens=TEXT, max_new_tokens=6)).result(PATIENCE)
+        if room:
+            assert not done.tokens and "deleted" in str(done.error)
+        else:
+            assert done.tokens == before and done.cached == 64 and done.weights_id == "old"
+        one.update_weights(new, "again", donate=True)
+        assert answer(one) != before
+
+
+def _fail() -> None:
+    raise RuntimeError("no memory")
 
 
 def test_a_prompt_of_another_engine_is_gone_on_with(weights):
