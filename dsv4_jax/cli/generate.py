@@ -135,10 +135,9 @@ def run(args: argparse.Namespace) -> int:
         )
         draws = not sampling.greedy or sampling.penalised
         with Progress("compiling"):
-            longer = any(len(prompt.tokens) > 1 for prompt in prompts)
-            for work in core.warm_up(
-                prompts=longer, draws=draws, copies=False
-            ):  # those are compiled when there are any
+            longer, waits = any(len(prompt.tokens) > 1 for prompt in prompts), len(prompts) > shards * size.num_slots
+            # Copies are compiled when there are any.
+            for work in core.warm_up(prompts=longer, draws=draws, copies=False, waits=waits):
                 executor.send(work).get()
         compiled = time.perf_counter()
         for i, prompt in enumerate(prompts):

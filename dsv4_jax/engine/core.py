@@ -267,17 +267,19 @@ class Core:
         else:
             heapq.heappush(self._queue.setdefault(job.tenant, []), (job.rank, job.order, job))
 
-    def warm_up(self, *, prompts: bool = True, draws: bool | None = None, copies: bool = True) -> Iterator[Work]:
+    def warm_up(
+        self, *, prompts: bool = True, draws: bool | None = None, copies: bool = True, waits: bool = False
+    ) -> Iterator[Work]:
         """Works of nothing, one of each executable that plain requests need: to be run before the first one comes.
 
         (Log-probabilities, masks, biases, penalties and routed experts are executables of their own, compiled when
-        first asked for. So is a single step where K run at once: it is for when somebody waits; and so are copies from
-        and to the host.)
+        first asked for. So are copies from and to the host.)
 
         Args:
             prompts: whether there will be prompts of more than one token.
             draws: whether requests will draw, or have biases or penalties; None: some will, some will not.
             copies: whether states will be copied between slots and blocks: of each power of two that a step may copy.
+            waits: whether requests will wait for others: then single steps, too, where K run at once.
 
         Raises:
             EngineError: calls are under way, or it sleeps.
@@ -285,7 +287,8 @@ class Core:
         if self._sent or self.asleep:
             raise EngineError("it sleeps" if self.asleep else f"{len(self._sent)} calls of the device are under way")
         nothing: list[list[tuple[Job, int]]] = [[] for _ in self.managers]
-        kinds = [(True, self.shapes.steps, shape) for shape in self.shapes.decodes]
+        loops = dict.fromkeys((self.shapes.steps, 1) if waits else (self.shapes.steps,))
+        kinds = [(True, steps, shape) for shape in self.shapes.decodes for steps in loops]
         kinds += [(False, 1, self.shapes.mixed)] if prompts else []
         for decoding, steps, shape in kinds:
             for either in (False, True) if draws is None else (draws,):

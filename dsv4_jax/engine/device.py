@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 
 from ..cache import KVCache
 from ..checks import check_boolean, check_integer, check_iterable, check_share, shown
@@ -49,7 +50,7 @@ class DeviceExecutor:
     """The model, its cache and the host tier, on one device or a mesh.
 
     Args:
-        params: over a mesh those of `shard_params`.
+        params: over a mesh those of `shard_params`; what is elsewhere is copied to each device whole.
         cache: of the managers; donated: `cache` has it.
         shapes: of the steps (see `shapes_of`).
         host: the host tier's arrays; None: there is none.
@@ -84,8 +85,6 @@ class DeviceExecutor:
         least_confidence: float = 0.0,
         implementation: Choice = None,
     ):
-        # On their devices for good, as others will be: else nothing that was compiled for these serves those.
-        self.params = jax.tree.map(lambda x: jax.device_put(x, x.sharding) if isinstance(x, jax.Array) else x, params)
         self.cache, self.host, self.shapes = cache, host, shapes
         self._exchanges = [*check_iterable("exchanges", exchanges, error=PlanError)]
         if wrong := [each for each in self._exchanges if not hasattr(each, "peers")]:
@@ -97,6 +96,8 @@ class DeviceExecutor:
         self._top = min(check_integer("top", top, 0, error=PlanError), cache.layout.cfg.vocab_size)
         self._implementation = frozen(implementation)
         self._placement = CompiledSteps(cache, [exchange.peers for exchange in self._exchanges])
+        # On their devices for good, as others will be: else nothing that was compiled for these serves those.
+        self.params = jax.tree.map(functools.partial(_settled, whole=self._placement.whole), params)
         self._words = mask_words(cache.layout.cfg.vocab_size)
         self._layout = cache.layout
         check_acceptance(acceptance, PlanError)
@@ -321,8 +322,8 @@ class DeviceExecutor:
     def update(self, params: Params, donate: bool, fits: Callable[[], object]) -> None:
         """Other weights from now on; `fits` is called when it is sure that they fit, before anything changes.
 
-        Raises `RequestError` if they do not. Without `donate` they are all there by then: what the devices raise of
-        them has changed nothing either.
+        Raises `RequestError` if they do not. What the devices raise of them has changed nothing either, unless an old
+        array was given up by then (`donate`): no step runs until others have come.
         """
         donate = check_boolean("donate", donate, error=RequestError)
         old, tree = jax.tree.flatten(self.params)
@@ -331,26 +332,42 @@ class DeviceExecutor:
             raise RequestError("params are not of the structure of those in use")
         names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(self.params)]
         for name, a, b in zip(names, old, new, strict=True):
-            if not hasattr(b, "shape") or (a.shape, a.dtype) != (b.shape, b.dtype):
+            if not isinstance(b, jax.Array | np.ndarray) or (a.shape, a.dtype) != (b.shape, b.dtype):
                 raise RequestError(f"params{name} is {_described(b)}, expected {_described(a)}")
-        if donate:
-            fits()
-        placed = []
+            if isinstance(b, jax.Array) and b.is_deleted():
+                raise RequestError(f"params{name} was deleted: its memory was given up")
+        placed, changed = [], False
+        kept = {place for b in new if donate and isinstance(b, jax.Array) for place in _memory(b)}
         for a, b in zip(old, new, strict=True):
-            placed.append(jax.device_put(b, a.sharding))
-            if donate and not a.is_deleted() and not _is_same(a, placed[-1]):
+            placed.append(_put(b, a.sharding))
+            if donate and not a.is_deleted() and kept.isdisjoint(_memory(a)):
                 jax.block_until_ready(placed[-1])
+                if not changed:
+                    fits()
+                    changed = True
                 a.delete()
-        if not donate:
+        if not changed:
             jax.block_until_ready(placed)
             fits()
         self.params = jax.tree.unflatten(tree, placed)
 
 
-def _is_same(a: jax.Array, b: jax.Array) -> bool:
-    """Whether these arrays of the same sharding are the same memory."""
-    shards = zip(a.addressable_shards, b.addressable_shards, strict=True)
-    return a is b or all(x.data.unsafe_buffer_pointer() == y.data.unsafe_buffer_pointer() for x, y in shards)
+def _settled(x: Any, whole: Sharding) -> Any:
+    """A parameter where it is, for good; one that is not on the devices of `whole` goes there."""
+    if not isinstance(x, jax.Array | np.ndarray):
+        return x
+    there = isinstance(x, jax.Array) and x.sharding.device_set == whole.device_set
+    return _put(x, x.sharding if there else whole)
+
+
+def _put(x: jax.Array | np.ndarray, where: Sharding) -> jax.Array:
+    """An array there. What the host may change is copied: a CPU would take that very memory."""
+    return jax.device_put(x.copy() if isinstance(x, np.ndarray) else x, where)
+
+
+def _memory(x: jax.Array) -> set[tuple[int, int]]:
+    """Where this process holds the array: devices and addresses."""
+    return {(shard.device.id, shard.data.unsafe_buffer_pointer()) for shard in x.addressable_shards}
 
 
 def _described(x: Any) -> str:

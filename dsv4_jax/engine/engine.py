@@ -118,7 +118,7 @@ class Engine:
         """An engine of parameters, a layout, and memory for its cache.
 
         Args:
-            params: over a mesh those of `shard_params`.
+            params: over a mesh those of `shard_params`; what is elsewhere is copied to each device whole.
             layout: a `CacheLayout`.
             memory: bytes of a device for the cache, or a `CacheSize`.
             watchdog, freeze: as of `Engine`.

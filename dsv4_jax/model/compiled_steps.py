@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from ..cache import KVCache, mesh_of
 from ..ops.exchange import Peers
@@ -24,14 +24,18 @@ class CompiledSteps:
     Attributes:
         shards: how many data shards the cache has.
         rows: where arrays go whose first axis the data shards share.
+        whole: where arrays go that each device has all of.
     """
 
     def __init__(self, cache: KVCache, peers: Sequence[Peers] = ()):
         placed: Sharding = next(iter(cache.arrays.values())).sharding
         self._mesh, self._peers, self.shards, self.rows = mesh_of(placed), tuple(peers), 1, placed
-        if self._mesh is not None:
+        if self._mesh is None:
+            self.whole: Sharding = SingleDeviceSharding(*placed.device_set)
+        else:
             self.shards = self._mesh.shape.get(DATA, 1)
             self.rows = NamedSharding(self._mesh, PartitionSpec(_data_axis(self._mesh)))
+            self.whole = NamedSharding(self._mesh, PartitionSpec())
 
     def compiled(
         self,

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..checks import INT32_MAX, MAX_BIASES, check_integer
+from ..checks import INT32_MAX, MAX_BIASES, check_integer, check_iterable
 from ..errors import RequestError, ShapeError
 from ..ops.numerics import row_total
 from ..ops.registry import Choice, offered
@@ -150,7 +150,7 @@ def _biases(given: Any) -> tuple[tuple[int, float], ...]:
     if isinstance(pairs, str | bytes) or not hasattr(pairs, "__len__"):
         raise RequestError(f"logit_bias must be a mapping or pairs of token ids and numbers, got {brief(given)}")
     found: dict[int, float] = {}
-    for pair in pairs:
+    for pair in check_iterable("logit_bias", pairs, error=RequestError):
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise RequestError(f"logit_bias must be a mapping or pairs of token ids and numbers, got {brief(pair)}")
         token, value = check_integer("a token of logit_bias", pair[0], 0, INT32_MAX, error=RequestError), pair[1]

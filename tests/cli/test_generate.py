@@ -64,7 +64,7 @@ class Script:
 
     def __call__(self, params, cache, shapes, **options):
         self.params, self.cache, self.shapes, self.options, self.layout = params, cache, shapes, options, cache.layout
-        self.drawn, self.asked = collections.Counter(), {}
+        self.drawn, self.asked, self.sent = collections.Counter(), {}, list[tuple[bool, str, int]]()
         return self
 
     def check(self, prompt): ...
@@ -75,6 +75,7 @@ class Script:
 
     def send(self, work):
         rows = [[self.draw(row, work.steps) for row in some] for some in work.rows]
+        self.sent.append((any(work.rows), work.kind, work.steps))
         return types.SimpleNamespace(get=lambda: Drawn(rows))
 
     def draw(self, row, steps):
@@ -233,6 +234,16 @@ def test_one_request_does_not_wait_for_the_host_of_a_gpu(checkpoint, script, mon
     monkeypatch.setattr("jax.default_backend", lambda: "gpu")
     assert main(argv) == 0 and asked.shapes.steps == 8
     assert main([*argv, "--decode-steps", "3"]) == 0 and asked.shapes.steps == 3
+
+
+def test_all_steps_are_compiled_before_the_first(checkpoint, script):
+    """Single ones of requests that others wait for, and loops behind them; without such, none that do not come."""
+    asked, argv = script([5] * 9, [6] * 9, [7] * 9), generate(checkpoint, "--max-new-tokens", "9", "--decode-steps", 3)
+    argv += [option for text in ("1,2", "3,4", "5,6") for option in ("--tokens", text)]
+    for most, wanted in ((2, {("mixed", 1), ("decode", 1), ("decode", 3)}), (3, {("mixed", 1), ("decode", 3)})):
+        assert main([*argv, "--max-batch", str(most)]) == 0
+        for ran in (False, True):
+            assert {(kind, steps) for rows, kind, steps in asked.sent if rows == ran} == wanted
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax import CacheLayout, CacheSize, DSV4Config, model
-from dsv4_jax.engine import Engine, Limits, Prompt, build
+from dsv4_jax.engine import Engine, Limits, Prompt, build, device
 from dsv4_jax.errors import CheckpointError, EngineError, PlanError, RequestError
 from dsv4_jax.manager import HostSize
 from dsv4_jax.tiers.remote import RecordTransport
@@ -142,6 +142,77 @@ def test_weights_change_between_steps_and_memory_comes_and_goes(weights, compile
         assert not [text for text in found if "_mixed" in text or "_decode" in text], found
         one.update_weights(new, "again", donate=True)  # the very same, which are not given up
         assert answer(one) == expected
+
+
+def aligned(x: jax.Array) -> np.ndarray:
+    """The same on the host, at an address at which a CPU device would use it where it is."""
+    memory = np.empty(x.nbytes + 64, np.uint8)
+    own = memory[-memory.ctypes.data % 64 :][: x.nbytes].view(x.dtype).reshape(x.shape)
+    own[...] = x
+    return own
+
+
+@pytest.mark.parametrize("mesh", [None, model.Split(2, 1)])
+def test_weights_come_from_anywhere(weights, mesh):
+    """From the host, which goes on to write there, and from one device, whether jax may move them or not."""
+    expected = []
+    for params in weights:
+        with engine(params, "plain") as one:
+            expected.append(answer(one))
+    mesh = None if mesh is None else mesh.mesh()
+    for place in (aligned, lambda x: x + 0, lambda x: jax.device_put(x + 0, jax.devices()[0])):
+        first, second, third = (jax.tree.map(place, weights[i]) for i in (0, 1, 0))
+        with engine(first, "first", mesh=mesh) as one:
+            found = [answer(one)]
+            one.update_weights(second, "second")
+            found.append(answer(one))
+            one.update_weights(third, "third", donate=True)
+            for array in jax.tree.leaves((first, second, third)) if place is aligned else ():
+                array[...] = 0
+            found.append(answer(one, TEXT[1:]))
+            one.update_weights(weights[0], "fourth")
+            found.append(answer(one, TEXT[1:]))
+        assert found[:2] == expected and found[2] == found[3]
+
+
+def test_old_weights_that_are_given_up_may_be_among_the_new(weights):
+    """At other places, too; what was given up is refused before anything changes."""
+    old, new = (jax.tree.map(lambda x: x + 0, each) for each in weights)
+    swapped = old | {"embed": old["head"], "head": old["embed"]}
+    with engine(jax.tree.map(lambda x: x + 0, swapped), "fresh") as fresh:
+        expected = answer(fresh)
+    with engine(old, "old") as one:
+        one.update_weights(swapped, "swapped", donate=True)
+        assert answer(one) == expected
+        one.update_weights(new, "new", donate=True)
+        assert old["embed"].is_deleted() and old["head"].is_deleted()
+        before = answer(one)
+        with pytest.raises(RequestError, match=r"params\['embed'\] was deleted"):
+            one.update_weights(old, "old", donate=True)
+        done = one.add(Prompt(tokens=TEXT, max_new_tokens=6)).result(PATIENCE)
+        assert done.tokens == before and done.cached == 64 and done.weights_id == "new"
+
+
+@pytest.mark.parametrize("room", [0, 4])
+def test_weights_for_which_the_device_has_no_memory(weights, monkeypatch, room):
+    """No answer of the old ones has the name of the new ones, and no step runs without some that were given up."""
+    old, new = (jax.tree.map(lambda x: x + 0, each) for each in weights)
+    with engine(old, "old") as one:
+        before, left, put = answer(one), iter(range(room)), device._put
+        with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="no memory"):
+            patched.setattr(device, "_put", lambda *given: put(*given) if next(left, None) is not None else _fail())
+            one.update_weights(new, "new", donate=True)
+        done = one.add(Prompt(tokens=TEXT, max_new_tokens=6)).result(PATIENCE)
+        if room:
+            assert not done.tokens and "deleted" in str(done.error)
+        else:
+            assert done.tokens == before and done.cached == 64 and done.weights_id == "old"
+        one.update_weights(new, "again", donate=True)
+        assert answer(one) != before
+
+
+def _fail() -> None:
+    raise RuntimeError("no memory")
 
 
 def test_a_prompt_of_another_engine_is_gone_on_with(weights):

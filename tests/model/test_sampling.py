@@ -356,6 +356,7 @@ def test_biases_are_pairs_in_rows_of_few_sizes() -> None:
         ("frequency_penalty", [2.5, -2.5, float("nan"), None]),
         ("seed", [1.5, 2**64, -(2**63) - 1, True]),
         ("logit_bias", [None, 5, "12", b"12", [1], [(1, 2, 3)], ["12"], {1: 1}.items, (x for x in [(1, 2)])]),
+        ("logit_bias", [dict, np.array(5)]),
         ("logit_bias", [{1: value} for value in (100.5, -101, float("nan"), float("inf"), "1", True, None)]),
         ("logit_bias", [{token: 1.0} for token in (-1, 2**31, 1.5, "1", True, None)]),
         ("logit_bias", [[(1, 2.0), (1, 2.0)], dict.fromkeys(range(MAX_BIASES + 1), 1.0)]),
