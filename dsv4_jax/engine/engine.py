@@ -168,6 +168,7 @@ class Engine:
             weights: "released", or the dtype of matrices (default: released if the checkpoint has them,
                 on a CPU bfloat16 if that takes at most half of its memory; else float32).
             kv_format, index_format, block_tokens: as of `CacheLayout`.
+            numerics: as of `CacheLayout`: "released" needs weights as released, and has them by default.
             memory: a share of the device, as a float (default: 0.9 of it, weights included), or bytes for the cache.
             weights_id: default: the folder's path.
             progress: as of `load_hf`.

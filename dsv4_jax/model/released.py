@@ -11,16 +11,14 @@ matrices among them: on no executable either. That leaves out layers that draft.
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from ..errors import PerformanceWarning
 from ..formats.weights import WEIGHT_FORMATS
-from ..formats.weights.fp4_e4m3 import MAX_SPAN, TILE_COLUMNS, spans
+from ..formats.weights.fp4_e4m3 import spans, warn_of_spans
+from .weights.packing import PackedLayers
 from .weights.params import Params, is_leaf
 from .weights.quantised import Quantised, rounds_rows
 
@@ -49,14 +47,8 @@ def as_released(params: Params) -> Params:
             return form.codec.pack(*given), spans(*given) if of_fp4 else None
 
         parts, apart = packed(*leaf.parts)
-        if apart is not None and (widest := int(apart.max())) > MAX_SPAN:
-            *matrix, row, block = (int(i) for i in np.unravel_index(int(apart.argmax()), apart.shape))
-            warnings.warn(
-                f"{jax.tree_util.keystr(path)}: matrix {matrix}, row {row}, columns from {block * TILE_COLUMNS} on: "
-                f"FP4 scales 2^{widest} apart, at most 2^{MAX_SPAN} is widened without loss; products take longer",
-                PerformanceWarning,
-                stacklevel=3,
-            )
+        if apart is not None:
+            warn_of_spans(jax.tree_util.keystr(path), apart)
         return Quantised(parts, form, leaf.whole_rows)
 
     return jax.tree_util.tree_map_with_path(laid, params, is_leaf=is_leaf)
@@ -64,7 +56,9 @@ def as_released(params: Params) -> Params:
 
 def is_released(params: Params) -> bool:
     """Whether matrices are held in these forms, and so whether the model has these numerics."""
-    return any(map(rounds_rows, jax.tree.leaves(params["layers"], is_leaf=is_leaf)))
+    layers = params["layers"]
+    first = layers.structure(0) if isinstance(layers, PackedLayers) else layers[0]
+    return any(map(rounds_rows, jax.tree.leaves(first, is_leaf=is_leaf)))
 
 
 def stream_dtype(params: Params) -> jnp.dtype:

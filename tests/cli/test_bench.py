@@ -48,7 +48,7 @@ def without_weights(monkeypatch):
     both).
     """
 
-    def zeros(cfg, seed, weights, *, packed, drafts, mesh, progress):
+    def zeros(cfg, seed, weights, *, packed, drafts, numerics, mesh, progress):
         assert (seed, weights, packed, mesh) == (0, "released", True, None)
         progress(0, 1)
         return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), device_specs(cfg, split=ALONE, drafts=drafts))

@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ...config import DSV4Config
 from ...errors import LayoutError, ShapeError
 from ...former_names import former_keywords
+from ...layout import Numerics
 from .deferred import Deferred, Progress, make
 from .names import MTP
 from .packing import PackedLayers, pack_layers
@@ -111,7 +112,7 @@ def device_bytes(cfg: DSV4Config, weights: Weights = RELEASED, split: Split = AL
     )
 
 
-def default_form(hf: Mapping[str, Any], memory: int, wide: Callable[[], int]) -> str:
+def default_form(hf: Mapping[str, Any], memory: int, wide: Callable[[], int], numerics: Numerics = "plain") -> str:
     """The form of a checkpoint's weights if none is asked for.
 
     Those in FP8 stay as released where there are kernels for them. A CPU has none, and would dequantise them in every
@@ -121,7 +122,10 @@ def default_form(hf: Mapping[str, Any], memory: int, wide: Callable[[], int]) ->
         hf: the checkpoint's `config.json`.
         memory: bytes that each device has.
         wide: says how many bytes of these the weights take in bfloat16; called if that decides.
+        numerics: released ones are of weights as released, wherever they are.
     """
+    if numerics == "released":
+        return RELEASED
     if not hf.get("quantization_config"):
         return "float32"
     return "bfloat16" if jax.default_backend() == "cpu" and wide() <= memory // 2 else "released"
