@@ -119,7 +119,7 @@ class Engine:
 
         Args:
             params: over a mesh those of `shard_params`.
-            layout: a `CacheLayout`.
+            layout: a `CacheLayout`, with the parameters' numerics.
             memory: bytes of a device for the cache, or a `CacheSize`.
             watchdog, freeze: as of `Engine`.
             max_requests: with bytes: most requests at once, of each data shard (default: 64).
@@ -152,7 +152,8 @@ class Engine:
 
         Raises:
             CapacityError, LayoutError: no such cache fits.
-            PlanError: an argument of another kind, or drafts that are not possible.
+            PlanError: an argument of another kind, drafts that are not possible, or other numerics of the parameters
+                than of the layout.
         """
         from .build import build
 

@@ -92,12 +92,20 @@ def device_params(params: Params, split: Split, index: int) -> Params:
     return pack_layers(stack_projections(taken))
 
 
-def device_specs(cfg: DSV4Config, weights: Weights = RELEASED, split: Split = ALONE, *, drafts: bool = False) -> Params:
+def device_specs(
+    cfg: DSV4Config,
+    weights: Weights = RELEASED,
+    split: Split = ALONE,
+    *,
+    drafts: bool = False,
+    numerics: Numerics = "plain",
+) -> Params:
     """The tree of `jax.ShapeDtypeStruct` that each device of a split has, stacked and packed.
 
     Raises as `param_specs`, `check_split` and `stack_projections`.
     """
-    local = device_params(jax.tree.map(_deferred, param_specs(cfg, weights, drafts=drafts)), check_split(cfg, split), 0)
+    specs = param_specs(cfg, weights, drafts=drafts, numerics=numerics)
+    local = device_params(jax.tree.map(_deferred, specs), check_split(cfg, split), 0)
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), local)
 
 
