@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..cache import KVCache, init_cache
-from ..config import AttentionType, DSparkHead, DSV4Config
+from ..config import AttentionType, DSparkHead, DSV4Config, Numerics
 from ..errors import OptionError
-from ..layout import CacheLayout, CacheSize, KeySplit, Numerics
+from ..layout import CacheLayout, CacheSize, KeySplit
 from ..manager.planning import build_plan
 from ..manager.step_shape import StepSequence, shape_for
 from ..model.attention import attention

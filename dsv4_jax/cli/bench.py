@@ -21,8 +21,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..bench.shapes import CASES, OPS, QUICK, DraftHead, select
+from ..config import Numerics
 from ..errors import OptionError
-from ..layout import KeySplit, Numerics
+from ..layout import KeySplit
 from .bench_quality import OPTIONS, acceptance_table, add_options, draw, measured, quality_table
 from .bench_steps import fits, model_options, step_options
 from .models import BUILT_IN

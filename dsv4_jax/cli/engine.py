@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from ..capacity import device_limit, largest_fitting, machine_bytes, plan_capacity, plan_host_capacity
-from ..config import DSV4Config
+from ..config import DSV4Config, Numerics
 from ..errors import OptionError
 from ..hf_config import read_hf
-from ..layout import CacheLayout, CacheSize, Numerics
+from ..layout import CacheLayout, CacheSize
 from ..manager import HostSize
 from ..records import block_record, snapshot_layouts, snapshot_record
 from .answers import Answer, AnswerPrinter, Speed
@@ -70,9 +70,7 @@ def add_steps(
     group = parser.add_argument_group("how it runs")
     form = "matrices in this dtype, or released: FP8 and FP4 as they are"
     add_weights(group, f"{form} (default: released if they are FP8, on a CPU bfloat16; else float32)")
-    rounded = (
-        "released: products round rows to e4m3, as the released model's do; of weights as released, which it needs"
-    )
+    rounded = "released: products round rows to e4m3 as the released model's do, with --weights released"
     group.add_argument("--numerics", choices=get_args(Numerics), default="plain", help=f"{rounded} (default: plain)")
     option(group, "--chunk", positive, "N", f"most tokens of a step (default: {chunk})")
     alone = f"{_LOOP} on a GPU, else 1" if loops else "1"

@@ -10,9 +10,8 @@ from functools import partial
 from typing import Any
 
 from ..capacity import device_limit
-from ..config import DSV4Config
+from ..config import DSV4Config, Numerics
 from ..errors import OptionError
-from ..layout import Numerics
 from .options import naming, option
 from .printing import Progress
 from .values import fraction, given_path, natural, short

@@ -14,11 +14,11 @@ from jax.sharding import Mesh, NamedSharding
 from ..cache import KVCache, init_cache
 from ..capacity import device_limit, plan_capacity, plan_host_capacity
 from ..checks import check_boolean, check_integer, check_iterable, shown
-from ..config import DSV4Config
+from ..config import DSV4Config, Numerics
 from ..errors import CapacityError, CheckpointError, PlanError
 from ..events import EventLog
 from ..hf_config import read_hf
-from ..layout import CacheLayout, CacheSize, Numerics
+from ..layout import CacheLayout, CacheSize
 from ..manager import CachePolicy, HostSize, KVCacheManager
 from ..model.weights.loading import load_hf
 from ..model.weights.params import Params

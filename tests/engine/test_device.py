@@ -216,7 +216,8 @@ def test_a_checkpoint_is_held_as_the_device_computes_it(tmp_path, monkeypatch):
     assert "uint8" in dtypes()
 
 
-def test_an_engine_of_released_numerics(tmp_path, compiled_in_a_moment):
+@pytest.mark.parametrize("drafts", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_an_engine_of_released_numerics(tmp_path, compiled_in_a_moment, drafts):
     """Its tokens are those of a forward without a cache, with drafts and without, which plain ones are not."""
     cfg = dataclasses.replace(released.CFG, layer_types=(HCA,), hc_sinkhorn_iters=1)
     released.write(tmp_path, released.tensors(cfg), cfg)
@@ -237,12 +238,11 @@ def test_an_engine_of_released_numerics(tmp_path, compiled_in_a_moment):
     options = dict(
         kv_format="f32", index_format="f32", memory=1 << 22, max_requests=2, max_context=256, chunk_tokens=32
     )
-    for drafts in (0, 2):
-        with Engine.load(tmp_path, numerics="released", drafts=drafts, **options) as one:
-            assert answer(one, text) == expected and one.managers[0].layout.numerics == "released"
-            _, other = model.load_hf(tmp_path, weights="released", packed=True, drafts=drafts > 0)
-            with pytest.raises(RequestError, match="structure"):
-                one.update_weights(other, "plain")
+    with Engine.load(tmp_path, numerics="released", drafts=drafts, **options) as one:
+        assert answer(one, text) == expected and one.managers[0].layout.numerics == "released"
+        _, other = model.load_hf(tmp_path, weights="released", packed=True, drafts=drafts > 0)
+        with pytest.raises(RequestError, match="structure"):
+            one.update_weights(other, "plain")
     for more, error, problem in (
         (dict(weights="bfloat16"), ConfigError, "released ones are of weights as 'released', got 'bfloat16'"),
         (dict(numerics="exact"), LayoutError, "numerics must be 'plain', 'released', got 'exact'"),

@@ -12,11 +12,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ...checks import check_integer
-from ...config import DSV4Config
+from ...config import DSV4Config, Numerics
 from ...errors import ConfigError
 from ...formats.weights import WeightFormat
 from ...former_names import former_keywords
-from ...layout import Numerics
 from .deferred import Deferred, Progress, make
 from .names import MTP
 from .packing import pack_layers

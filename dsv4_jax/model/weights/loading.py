@@ -19,10 +19,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from ...config import DSV4Config
+from ...config import DSV4Config, Numerics
 from ...former_names import former_keywords
 from ...hf_config import check_weight_blocks, read_hf
-from ...layout import Numerics
 from .deferred import Progress, make
 from .names import address
 from .packing import pack_layers

@@ -14,11 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...checks import shown
-from ...config import AttentionType, DSV4Config, LayerSpec, build_schedule
+from ...config import AttentionType, DSV4Config, LayerSpec, Numerics, build_schedule
 from ...errors import CheckpointError, ConfigError
 from ...formats.weights import WEIGHT_FORMATS, WeightFormat
 from ...former_names import former_keywords
-from ...layout import Numerics
 from .names import MTP
 from .quantised import FP4, FP8, Quantised
 

@@ -19,10 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ...config import DSV4Config
+from ...config import DSV4Config, Numerics
 from ...errors import LayoutError, ShapeError
 from ...former_names import former_keywords
-from ...layout import Numerics
 from .deferred import Deferred, Progress, make
 from .names import MTP
 from .packing import PackedLayers, pack_layers
