@@ -12,15 +12,16 @@ import itertools
 import math
 import pathlib
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from . import hf_config
 from .errors import ConfigError
 from .former_names import former_keywords
 from .untrusted import INT32_MAX, brief, integer_field, number_field
 
-__all__ = ["AttentionType", "DSV4Config", "DSparkHead", "LayerSpec", "YarnScaling", "build_schedule"]
+__all__ = ["AttentionType", "DSV4Config", "DSparkHead", "LayerSpec", "Numerics", "YarnScaling", "build_schedule"]
 
+Numerics = Literal["plain", "released"]  # what a model rounds (`model.released`)
 _MAX_LAYERS = 1024
 _MAX_BLOCK = 64  # rows of a DSpark block
 

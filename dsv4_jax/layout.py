@@ -29,16 +29,15 @@ import numpy as np
 
 from . import formats
 from .checks import INT32_MAX, as_int, check_boolean, check_integer, shown
-from .config import AttentionType, DSV4Config, LayerSpec, build_schedule
+from .config import AttentionType, DSV4Config, LayerSpec, Numerics, build_schedule
 from .errors import LayoutError
 from .formats import Part, RowFormat
 from .former_names import former_keywords
 from .schema import HcaState, LayerCacheSchema, PoolSchema, build_schema, checked_block_tokens
 
-__all__ = ["CacheLayout", "CacheSize", "KeySplit", "LeafSpec", "Numerics", "check_layout"]
+__all__ = ["CacheLayout", "CacheSize", "KeySplit", "LeafSpec", "check_layout"]
 
 KeySplit = Literal["throughput", "latency", "context"]
-Numerics = Literal["plain", "released"]
 Scope = Literal["block", "slot", "table"]
 MAX_LEAVES = 24
 # The order of the leaves, and so of the parts of a stored record.

@@ -121,8 +121,9 @@ def measure_model(options: StepOptions, params: Params, ceilings: Ceilings | Non
     """Runs the step and returns what was seen, ready for JSON. Without ceilings there is no floor to compare it with.
 
     Args:
-        params: of `model_config(options)`, as `init_params(cfg, seed, "released", packed=True)` gives them, over the
-            devices of `mesh_of(options)` if there are several; for drafts with the layers that draft.
+        params: of `model_config(options)`, as `init_params(cfg, seed, "released", packed=True)` gives them, with
+            the options' numerics, over the devices of `mesh_of(options)` if there are several; for drafts with the
+            layers that draft.
 
     Raises:
         OptionError: the context exceeds the model's, or the step gives numbers that are not finite.
@@ -172,6 +173,7 @@ def _measured(
         devices=split.devices,
         tensor=split.tensor,
         drafts=options.drafts or None,
+        numerics=None if options.numerics == "plain" else options.numerics,
         weights_gb=device_bytes(cfg, split=split, drafts=options.drafts > 0) / 1e9,
         cache_gb=layout.total_bytes(size) / 1e9,
         cache_in_place=report.pop("aliased") == layout.total_bytes(size),

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..cache import KVCache, init_cache
-from ..config import AttentionType, DSparkHead, DSV4Config
+from ..config import AttentionType, DSparkHead, DSV4Config, Numerics
 from ..errors import OptionError
 from ..layout import CacheLayout, CacheSize, KeySplit
 from ..manager.planning import build_plan
@@ -72,6 +72,7 @@ class StepOptions:
         layers: how many to run, from the first; None: all.
         implementation: of every op; None: the default of each.
         key_split: of the layout.
+        numerics: of whole layers, whose weights are as released.
         steps: calls per synchronisation.
         loop: steps of a call, as `model.decode_loop` or `draft_loop` run several in one executable; times are those
             of one.
@@ -91,6 +92,7 @@ class StepOptions:
     layers: int | None = None
     implementation: Choice = None
     key_split: KeySplit = "throughput"
+    numerics: Numerics = "plain"
     steps: int = 20
     loop: int = 1
     profile: pathlib.Path | None = None
@@ -181,7 +183,8 @@ def set_up(options: StepOptions) -> StepSetup:
 def cache_shape(cfg: DSV4Config, options: StepOptions) -> tuple[CacheLayout, CacheSize]:
     """Returns layout and size of a data shard's cache that holds every request's context, and no more."""
     mtp = options.drafts > 0
-    layout = CacheLayout(cfg, key_split=options.key_split, draft_tokens=options.drafts, include_drafts=mtp)
+    how: dict[str, Any] = dict(key_split=options.key_split, numerics=options.numerics)
+    layout = CacheLayout(cfg, draft_tokens=options.drafts, include_drafts=mtp, **how)
     columns, batch = layout.blocks_for(options.context), options.batch // options.split.data
     return layout, CacheSize(batch * columns, batch, columns)
 

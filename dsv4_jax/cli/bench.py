@@ -21,6 +21,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..bench.shapes import CASES, OPS, QUICK, DraftHead, select
+from ..config import Numerics
 from ..errors import OptionError
 from ..layout import KeySplit
 from .bench_quality import OPTIONS, acceptance_table, add_options, draw, measured, quality_table
@@ -46,11 +47,12 @@ _EXAMPLES = """
   dsv4-jax bench model --devices 2 --batch 1,64 --context 8K   over two devices: heads and experts, or experts alone
   dsv4-jax bench model --devices 2 --batch 1 --drafts 3        with tokens drafted and verified in every step
   dsv4-jax bench model --batch 1 --drafts 5 --draft-head dspark    by DSpark's stages in place of the MTP layer
+  dsv4-jax bench model --batch 64 --numerics released          rows of products rounded as the released model's are
   dsv4-jax bench quality --checkpoint DIR --text held_out.npy --drafts 3 --json quality.json --plot quality.png
 """
 # Options of steps alone: what they are if they are not given, which must be told from given.
 _STEP_DEFAULTS = MappingProxyType(
-    dict.fromkeys(("model", "layers", "profile", "devices", "tensor", "draft_head"))
+    dict.fromkeys(("model", "layers", "profile", "devices", "tensor", "draft_head", "numerics"))
     | dict(chunk=1, steps=20, loop=1, xla=(), drafts=0)
 )
 _OP_OPTIONS = ("shapes", "plot")
@@ -104,6 +106,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     option(step, "--drafts", natural, "N", drafts, choices=range(9))
     head = "model: what makes them, an MTP layer (at most 3; the default) or DSpark's stages (at most 5)"
     step.add_argument("--draft-head", choices=get_args(DraftHead), help=head)
+    numerics = "model: released rounds rows of products to e4m3 (default: plain)"
+    step.add_argument("--numerics", choices=get_args(Numerics), help=numerics)
     option(step, "--steps", positive, "N", "calls per synchronisation (default: 20)")
     option(step, "--loop", positive, "K", "steps in one executable (default: 1)")
     xla = "compiler option of the step, such as xla_gpu_enable_triton_gemm=false"
@@ -125,6 +129,8 @@ def run(args: argparse.Namespace) -> int:
     ops = list(OPS) if "all" in asked else [name for name in dict.fromkeys(asked) if name not in whole]
     if not ops:
         _refuse_given(args, _OP_OPTIONS, "is for ops, not for a step")
+    if args.numerics and "model" not in whole:
+        raise OptionError("--numerics: of a model's whole layers, name `model`")
     if not whole:
         _refuse_given(args, _STEP_DEFAULTS, "is for a step: name `step` or `model`")
     for name, default in _STEP_DEFAULTS.items():
@@ -194,7 +200,9 @@ def run(args: argparse.Namespace) -> int:
 def _quality(args: argparse.Namespace, asked: list[str]) -> int:
     if asked != ["quality"]:
         raise OptionError("OP: quality is measured by itself")
-    _refuse_given(args, ("shapes", "model", "layers", "profile", "devices", "tensor", "xla"), "is not for quality")
+    _refuse_given(
+        args, ("shapes", "model", "layers", "profile", "devices", "tensor", "numerics", "xla"), "is not for quality"
+    )
     args.chunk = args.chunk or 1
     refuse_same({"--json": args.json, "--plot": args.plot, "--text": args.text})
     import jax
@@ -258,8 +266,8 @@ def _whole_steps(
     for options in models:
         if options.split != split:
             split, params, mesh, cfg = options.split, None, model.mesh_of(options), model.model_config(options)
-            mtp = options.drafts > 0
-            params = init_params(cfg, 0, "released", packed=True, drafts=mtp, mesh=mesh, progress=show)
+            how: dict[str, Any] = dict(drafts=options.drafts > 0, numerics=options.numerics, mesh=mesh)
+            params = init_params(cfg, 0, "released", packed=True, progress=show, **how)
         yield "models", report(options, lambda: model.measure_model(options, params, top))  # noqa: B023
 
 

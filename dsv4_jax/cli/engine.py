@@ -8,10 +8,10 @@ import hashlib
 import pathlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from ..capacity import device_limit, largest_fitting, machine_bytes, plan_capacity, plan_host_capacity
-from ..config import DSV4Config
+from ..config import DSV4Config, Numerics
 from ..errors import OptionError
 from ..hf_config import read_hf
 from ..layout import CacheLayout, CacheSize
@@ -70,6 +70,8 @@ def add_steps(
     group = parser.add_argument_group("how it runs")
     form = "matrices in this dtype, or released: FP8 and FP4 as they are"
     add_weights(group, f"{form} (default: released if they are FP8, on a CPU bfloat16; else float32)")
+    rounded = "released: products round rows to e4m3 as the released model's do, with --weights released"
+    group.add_argument("--numerics", choices=get_args(Numerics), default="plain", help=f"{rounded} (default: plain)")
     option(group, "--chunk", positive, "N", f"most tokens of a step (default: {chunk})")
     alone = f"{_LOOP} on a GPU, else 1" if loops else "1"
     option(group, "--decode-steps", positive, "K", f"steps per call: {decode} (default: {alone})")
@@ -123,8 +125,10 @@ class Model:
             self.hf: Mapping[str, Any] = read_hf(args.checkpoint)
             self.cfg = DSV4Config.from_hf(self.hf)
         check_drafts(self.cfg, args.draft_tokens, args.least_confidence)
+        if args.numerics == "released" and args.weights not in (None, "released"):
+            raise OptionError(f"--numerics: released ones are of --weights released, got {args.weights}")
         self.drafts = args.draft_tokens > 0
-        self.layout = layout_from(args, self.cfg, include_drafts=self.drafts)
+        self.layout = layout_from(args, self.cfg, include_drafts=self.drafts, numerics=args.numerics)
 
 
 class Placed(NamedTuple):
@@ -210,7 +214,8 @@ def open_engine(
     rows = size.num_slots * (1 + args.draft_tokens)
     if args.chunk and args.chunk < rows:
         raise OptionError(f"--chunk: requests and their drafts are {rows} tokens of a step at least, got {args.chunk}")
-    _, params = load(args.checkpoint, placed.form, drafts=model.drafts, mesh=placed.mesh)
+    how: dict[str, Any] = dict(drafts=model.drafts, numerics=model.layout.numerics, mesh=placed.mesh)
+    _, params = load(args.checkpoint, placed.form, **how)
     exchanges = opened.enter_context(open_exchanges(placed.mesh))
     engine = opened.enter_context(
         Engine.of(

@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
 
     with open_stores(args.store, layout) as stores, open_exchanges(mesh) as exchanges:
         began = time.perf_counter()
-        _, params = load(args.checkpoint, form, drafts=model.drafts, mesh=mesh)
+        _, params = load(args.checkpoint, form, drafts=model.drafts, numerics=layout.numerics, mesh=mesh)
         loaded = time.perf_counter()
         core, executor = build(
             params,
@@ -158,6 +158,7 @@ def run(args: argparse.Namespace) -> int:
     report = {
         "checkpoint": str(args.checkpoint),
         "weights": form,
+        "numerics": layout.numerics,
         "kv_format": layout.kv_row.name,
         "index_format": layout.index_row.name,
         "cache_bytes": layout.total_bytes(size),

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from ..capacity import device_limit
-from ..config import DSV4Config
+from ..config import DSV4Config, Numerics
 from ..errors import OptionError
 from .options import naming, option
 from .printing import Progress
@@ -95,7 +95,7 @@ def form_of(args: argparse.Namespace, hf: Mapping[str, Any], cfg: DSV4Config, te
     from ..model.weights.placement import default_form
 
     wide = partial(weight_bytes, cfg, "bfloat16", args.devices, tensor, drafts=drafts)
-    return args.weights or default_form(hf, device_limit(), wide)
+    return args.weights or default_form(hf, device_limit(), wide, args.numerics)
 
 
 def check(checkpoint: pathlib.Path, cfg: DSV4Config, weights: str, *, drafts: bool = False) -> None:
@@ -111,12 +111,18 @@ def check(checkpoint: pathlib.Path, cfg: DSV4Config, weights: str, *, drafts: bo
 
 
 def load(
-    checkpoint: pathlib.Path, weights: str = "float32", *, drafts: bool = False, mesh: Any = None
+    checkpoint: pathlib.Path,
+    weights: str = "float32",
+    *,
+    drafts: bool = False,
+    numerics: Numerics = "plain",
+    mesh: Any = None,
 ) -> tuple[DSV4Config, Any]:
     """Loads a checkpoint's config and parameters, those in released formats packed as they are decoded with.
 
     Args:
         drafts: with the layers that draft.
+        numerics: of the model, as its cache's layout has them.
         mesh: the devices over which they are split; None: one.
     """
     from ..model import load_hf
@@ -126,7 +132,13 @@ def load(
 
     with naming("--checkpoint"), Progress("MiB of weights") as progress:
         return load_hf(
-            checkpoint, weights=weights, packed=weights == "released", drafts=drafts, mesh=mesh, progress=report
+            checkpoint,
+            weights=weights,
+            packed=weights == "released",
+            drafts=drafts,
+            numerics=numerics,
+            mesh=mesh,
+            progress=report,
         )
 
 

@@ -194,8 +194,9 @@ def _engine(args: argparse.Namespace, model: Model, opened: contextlib.ExitStack
     def update(checkpoint: str, name: str) -> None:
         from ..model import load_hf
 
-        form, mesh = placed.form, placed.mesh
-        other = load_hf(checkpoint, weights=form, packed=form == "released", drafts=model.drafts, mesh=mesh)[1]
+        form = placed.form
+        how: dict[str, Any] = dict(drafts=model.drafts, numerics=model.layout.numerics, mesh=placed.mesh)
+        other = load_hf(checkpoint, weights=form, packed=form == "released", **how)[1]
         engine.update_weights(other, name)
 
     first = engine.managers[0]

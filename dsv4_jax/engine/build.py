@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from ..cache import KVCache, init_cache
 from ..capacity import device_limit, plan_capacity, plan_host_capacity
 from ..checks import check_boolean, check_integer, check_iterable, shown
-from ..config import DSV4Config
+from ..config import DSV4Config, Numerics
 from ..errors import CapacityError, CheckpointError, PlanError
 from ..events import EventLog
 from ..hf_config import read_hf
@@ -169,6 +169,7 @@ def load(
     kv_format: str = "fp8",
     index_format: str = "fp4",
     block_tokens: int = 128,
+    numerics: Numerics = "plain",
     memory: int | float = 0.9,
     drafts: int = 0,
     mesh: Mesh | None = None,
@@ -187,7 +188,7 @@ def load(
     cfg, sizes = DSV4Config.from_hf(hf), {} if mesh is None else _checked(mesh).shape
     split = Split(sizes.get(DATA, 1), sizes.get(TENSOR, 1))
     wide = functools.partial(device_bytes, cfg, "bfloat16", split, drafts=drafts > 0)
-    form = default_form(hf, device_limit(), wide) if weights is None else weights
+    form = default_form(hf, device_limit(), wide, numerics) if weights is None else weights
     layout = CacheLayout(
         cfg,
         kv_format,
@@ -195,11 +196,18 @@ def load(
         block_tokens=block_tokens,
         draft_tokens=drafts,
         include_drafts=drafts > 0,
+        numerics=numerics,
     )
     if isinstance(memory, float) and not 0 < memory <= 1:
         raise CapacityError(f"memory: a share of the device is above 0 and at most 1, got {shown(memory)}")
     _, params = load_hf(
-        checkpoint, weights=form, packed=form == "released", drafts=drafts > 0, mesh=mesh, progress=progress
+        checkpoint,
+        weights=form,
+        packed=form == "released",
+        drafts=drafts > 0,
+        numerics=numerics,
+        mesh=mesh,
+        progress=progress,
     )
     if isinstance(memory, float):
         held = sum(_own_bytes(leaf) for leaf in jax.tree.leaves(params))

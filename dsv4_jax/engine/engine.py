@@ -118,8 +118,13 @@ class Engine:
         """An engine of parameters, a layout, and memory for its cache.
 
         Args:
+<<<<<<< HEAD
             params: over a mesh those of `shard_params`; what is elsewhere is copied to each device whole.
             layout: a `CacheLayout`.
+=======
+            params: over a mesh those of `shard_params`.
+            layout: a `CacheLayout`, with the parameters' numerics.
+>>>>>>> work-36
             memory: bytes of a device for the cache, or a `CacheSize`.
             watchdog, freeze: as of `Engine`.
             max_requests: with bytes: most requests at once, of each data shard (default: 64).
@@ -152,7 +157,8 @@ class Engine:
 
         Raises:
             CapacityError, LayoutError: no such cache fits.
-            PlanError: an argument of another kind, or drafts that are not possible.
+            PlanError: an argument of another kind, drafts that are not possible, or other numerics of the parameters
+                than of the layout.
         """
         from .build import build
 
@@ -168,6 +174,7 @@ class Engine:
             weights: "released", or the dtype of matrices (default: released if the checkpoint has them,
                 on a CPU bfloat16 if that takes at most half of its memory; else float32).
             kv_format, index_format, block_tokens: as of `CacheLayout`.
+            numerics: as of `CacheLayout`: "released" needs weights as released, and has them by default.
             memory: a share of the device, as a float (default: 0.9 of it, weights included), or bytes for the cache.
             weights_id: default: the folder's path.
             progress: as of `load_hf`.

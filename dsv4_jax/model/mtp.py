@@ -115,5 +115,5 @@ def mtp_layer(step: CacheStep[KVCache]) -> LayerCacheHandle[KVCache]:
 
 
 def flat(residual: Residual) -> jax.Array:
-    """Returns the streams with the last block's output added to them: [T, n * hidden]."""
-    return residual.whole.reshape(residual.streams.shape[0], -1)
+    """Returns the streams with the last block's output added to them: [T, n * hidden] float32, as the cache has."""
+    return residual.whole.astype(jnp.float32).reshape(residual.streams.shape[0], -1)

@@ -1,4 +1,7 @@
-"""The released model's numerics, which a model has whose matrices are held for it (`as_released`); off by default.
+"""The released model's numerics, which a model has whose matrices are held for it; off by default.
+
+`load_hf(weights="released", numerics="released")`, `Engine.load(numerics=)` and `--numerics released` make it so, and
+`as_released` of parameters that are loaded already. The cache's layout has to say the same (`CacheLayout(numerics=)`).
 
 Its products with FP8 and FP4 weights take rows rounded to e4m3 (`formats.activations`) and give bfloat16; an expert's
 share is in its rows before the second product; residual streams and what blocks write into them are bfloat16. Norms are
@@ -6,21 +9,20 @@ float32 inside, queries are normalised and attention reads as ever.
 
 Within one executable logits and cache bytes depend neither on chunks nor on neighbours, prefix hits or preemption. On a
 Hopper GPU all sums over a row have CUDA kernels, whose bits depend on no number of rows, products with bfloat16
-matrices among them: on no executable either. That leaves out layers that draft.
+matrices among them: on no executable either, on one kind of GPU. That was seen on an H200, between steps of 300, 64 and
+1 rows; it leaves out layers that draft.
 """
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from ..errors import PerformanceWarning
 from ..formats.weights import WEIGHT_FORMATS
-from ..formats.weights.fp4_e4m3 import MAX_SPAN, TILE_COLUMNS, spans
+from ..formats.weights.fp4_e4m3 import spans, warn_of_spans
+from .weights.packing import PackedLayers
 from .weights.params import Params, is_leaf
 from .weights.quantised import Quantised, rounds_rows
 
@@ -49,14 +51,8 @@ def as_released(params: Params) -> Params:
             return form.codec.pack(*given), spans(*given) if of_fp4 else None
 
         parts, apart = packed(*leaf.parts)
-        if apart is not None and (widest := int(apart.max())) > MAX_SPAN:
-            *matrix, row, block = (int(i) for i in np.unravel_index(int(apart.argmax()), apart.shape))
-            warnings.warn(
-                f"{jax.tree_util.keystr(path)}: matrix {matrix}, row {row}, columns from {block * TILE_COLUMNS} on: "
-                f"FP4 scales 2^{widest} apart, at most 2^{MAX_SPAN} is widened without loss; products take longer",
-                PerformanceWarning,
-                stacklevel=3,
-            )
+        if apart is not None:
+            warn_of_spans(jax.tree_util.keystr(path), apart)
         return Quantised(parts, form, leaf.whole_rows)
 
     return jax.tree_util.tree_map_with_path(laid, params, is_leaf=is_leaf)
@@ -64,7 +60,9 @@ def as_released(params: Params) -> Params:
 
 def is_released(params: Params) -> bool:
     """Whether matrices are held in these forms, and so whether the model has these numerics."""
-    return any(map(rounds_rows, jax.tree.leaves(params["layers"], is_leaf=is_leaf)))
+    layers = params["layers"]
+    first = layers.structure(0) if isinstance(layers, PackedLayers) else layers[0]
+    return any(map(rounds_rows, jax.tree.leaves(first, is_leaf=is_leaf)))
 
 
 def stream_dtype(params: Params) -> jnp.dtype:

@@ -207,6 +207,7 @@ def arguments(**given) -> argparse.Namespace:
             "tensor",
             "drafts",
             "draft_head",
+            "numerics",
         )
     )
     return argparse.Namespace(**(fields | {"key_split": None, "steps": 20, "loop": 1, "chunk": 1, "xla": ()} | given))

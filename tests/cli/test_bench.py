@@ -15,11 +15,13 @@ import pytest
 import records
 from render import pages
 
-from dsv4_jax.bench import measure, timing
+from dsv4_jax.bench import measure, step, timing
+from dsv4_jax.bench import model as bench_model
 from dsv4_jax.bench.records import Measurement
 from dsv4_jax.bench.shapes import QUICK
 from dsv4_jax.cli import main
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.model.released import is_released
 from dsv4_jax.model.weights.placement import device_specs
 from dsv4_jax.model.weights.split import ALONE
 
@@ -48,10 +50,12 @@ def without_weights(monkeypatch):
     both).
     """
 
-    def zeros(cfg, seed, weights, *, packed, drafts, mesh, progress):
+    def zeros(cfg, seed, weights, *, packed, drafts, numerics, mesh, progress):
         assert (seed, weights, packed, mesh) == (0, "released", True, None)
         progress(0, 1)
-        return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), device_specs(cfg, split=ALONE, drafts=drafts))
+        return jax.tree.map(
+            lambda x: np.zeros(x.shape, x.dtype), device_specs(cfg, split=ALONE, drafts=drafts, numerics=numerics)
+        )
 
     def every_expert(params, cache, plan, tokens, *, implementation):
         cfg = cache.layout.cfg
@@ -188,6 +192,22 @@ def test_whole_layers(capsys, tmp_path, without_weights):
     assert (row["table"], row["model"], row["layers"], row["batch"], row["loop"]) == ("models", "tiny", 2, 3, 2)
     assert row["kinds"] == {"SWA": 1, "CSA": 1} and row["experts"] == DSV4Config.tiny().n_routed_experts
     assert row["cache_in_place"] is True and row["step_ms"] > 0 and row["layer_ms"] * 2 == row["step_ms"]
+    assert row["numerics"] is None
+
+
+def test_whole_layers_of_released_numerics(capsys, monkeypatch, without_weights):
+    seen, measure = [], bench_model.measure_model
+
+    def measured(options, params, top):
+        layout, _ = step.cache_shape(bench_model.model_config(options), options)
+        seen.append((layout.numerics, is_released(params)))
+        return measure(options, params, top)
+
+    monkeypatch.setattr(bench_model, "measure_model", measured)
+    options = ["--quick", "--model", "tiny", "--layers", "1", "--batch", "1", "--numerics", "released", "--json"]
+    assert main(["bench", "model", *options]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert seen == [("released", True)] and row["numerics"] == "released" and row["step_ms"] > 0
 
 
 @pytest.mark.slow
@@ -295,6 +315,9 @@ def test_refusals(capsys, tmp_path, monkeypatch):
     refused(capsys, ["bench", "model", "--quick", "--layers", "9"], "--layers", "tiny has 4")
     refused(capsys, ["bench", "model", "--quick", "--shapes", "x"], "--shapes", "is for ops")
     refused(capsys, ["bench", "model", "--quick", "--chunk", "4", "--loop", "2"], "--chunk", "one step of one device")
+    refused(capsys, ["bench", "step", "--quick", "--numerics", "released"], "--numerics", "name `model`")
+    refused(capsys, ["bench", "quality", "--numerics", "released"], "--numerics", "is not for quality")
+    refused(capsys, ["bench", "model", "--quick", "--numerics", "exact"], "--numerics: invalid choice: 'exact'")
     refused(capsys, ["bench", "step", "--quick", "--chunk", "300"], "--chunk", "300 tokens, --context has 256")
     refused(capsys, ["bench", "gather", "--quick", "--layers", "3"], "--layers", "name `step`")
     refused(capsys, ["bench", "step", "--quick", "--layers", "9"], "--layers", "tiny has 4")

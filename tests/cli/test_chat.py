@@ -19,9 +19,11 @@ import pytest
 from dsv4_jax import DSV4Config, model
 from dsv4_jax.cli import main
 from dsv4_jax.engine import ShadowExecutor
+from dsv4_jax.errors import OptionError
 from dsv4_jax.text import BYTE_TOKENS, save_byte_tokenizer
 
 from ..clock import PATIENCE
+from ..model import released
 from .refusals import refused
 
 FIRST = BYTE_TOKENS - 256
@@ -128,6 +130,7 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(command, checkpoint, c
         monkeypatch.setattr("dsv4_jax.serve.server.Server", lambda *_, **__: server)
     monkeypatch.setattr("dsv4_jax.cli.engine.load", lambda *_, **__: pytest.fail("loaded"))
     argv = [command, "--checkpoint", str(checkpoint), *(["--port", "0"] if command == "serve" else [])]
+    refused(capsys, [*argv, "--numerics", "released", "--weights", "float32"], "--numerics: ", "--weights released")
     needed = model.device_bytes(CFG, "float32")
     monkeypatch.setattr("dsv4_jax.cli.engine.device_limit", lambda: needed - 1)
     refused(capsys, argv, "--weights: float32 weights take ", "; --devices 2 would hold them")
@@ -138,6 +141,28 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(command, checkpoint, c
         refused(capsys, [*argv, "--chunk", "63"], "--chunk: requests and their drafts are 64 tokens of a step")
         refused(capsys, [*argv, "--host-memory", "5KiB"], "--host-memory: 5120 bytes are too few")
         refused(capsys, [*argv, "--host-memory", "9TiB"], "--host-memory: 9.00 TiB, this machine has ")
+
+
+@pytest.mark.parametrize("command", ["chat", "serve"])
+def test_numerics_reach_the_model(command, capsys, tmp_path, monkeypatch):
+    pytest.importorskip("deepseek_recipe")
+    if command == "serve":
+        pytest.importorskip("uvicorn")
+        server = contextlib.nullcontext(types.SimpleNamespace(address=("127.0.0.1", 1)))
+        monkeypatch.setattr("dsv4_jax.serve.server.Server", lambda *_, **__: server)
+    given = []
+
+    def load(checkpoint, form, **options):
+        given.append((form, options["numerics"]))
+        raise OptionError("enough")
+
+    monkeypatch.setattr("dsv4_jax.cli.engine.load", load)
+    released.write(tmp_path, released.tensors())
+    save_byte_tokenizer(tmp_path)
+    argv = [command, "--checkpoint", str(tmp_path), *(["--port", "0"] if command == "serve" else [])]
+    for more in ([], ["--numerics", "released"]):
+        refused(capsys, [*argv, "--weights", "released", *more], "enough")
+    assert given == [("released", "plain"), ("released", "released")]
 
 
 class Terminal:

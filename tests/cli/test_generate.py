@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import dataclasses
 import importlib.util
 import json
 import pathlib
@@ -24,6 +25,7 @@ from dsv4_jax.engine import Drawn
 from dsv4_jax.engine.device import DeviceExecutor
 from dsv4_jax.errors import OptionError
 from dsv4_jax.manager import KVCacheManager
+from dsv4_jax.model.released import is_released
 from dsv4_jax.model.weights.placement import default_form
 from dsv4_jax.text import save_byte_tokenizer
 
@@ -32,6 +34,8 @@ from ..text.folders import ASSISTANT, BEGIN, ids_of
 from .refusals import refused
 
 CFG = DSV4Config.tiny(layer_types=(AttentionType.CSA,), hc_sinkhorn_iters=1, vocab_size=300, num_mtp_layers=1)
+
+ONE = dataclasses.replace(released.CFG, layer_types=(AttentionType.HCA,), hc_sinkhorn_iters=1)
 
 
 @pytest.fixture(scope="module")
@@ -345,6 +349,11 @@ def test_refusals(checkpoint, capsys, tmp_path, monkeypatch):
         (["--tokens", "1", "--stop", "a"], "--stop: ends texts"),
         (["--tokens", "1", "--chat"], "--chat: puts texts"),
         (["--tokens", "1", "--weights", "released"], "--weights: wq_a"),
+        (
+            ["--tokens", "1", "--numerics", "released", "--weights", "float32"],
+            "--numerics: ",
+            "--weights released, got f",
+        ),
         (["--tokens", "1", "--drafts", "4"], "--drafts: an MTP layer guesses at most 3 tokens, got 4"),
         (["--tokens", "1", "--drafts", "9"], "argument --drafts: invalid choice: 9"),
         (["--tokens", "1", "--least-confidence", "1.5"], "--least-confidence: '1.5' is not a number in [0, 1)"),
@@ -426,6 +435,40 @@ def test_a_cpu_draws_the_same_from_weights_in_either_form(tmp_path, capsys):
         answers.append((report["answers"][0]["tokens"], report["weights"]))
     (first, wide), (second, kept) = answers
     assert first == second and len(first) == 8 and (wide, kept) == ("bfloat16", "released")
+
+
+@pytest.fixture(scope="module")
+def of_one_layer(tmp_path_factory) -> pathlib.Path:
+    """As published."""
+    path = tmp_path_factory.mktemp("released")
+    released.write(path, released.tensors(ONE), ONE)
+    return path
+
+
+def test_numerics_reach_the_model(of_one_layer, script, capsys):
+    """Also on a CPU, which would hold these weights as bfloat16."""
+    drawn = script([5])
+    argv = generate(of_one_layer, "--tokens", "1,2", "--max-new-tokens", 1, "--stop-tokens", "none", "--json")
+    assert main([*argv, "--numerics", "released"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["numerics"], report["weights"], drawn.layout.numerics) == ("released", "released", "released")
+    assert is_released(drawn.params)
+    assert main(argv) == 0
+    assert json.loads(capsys.readouterr().out)["numerics"] == drawn.layout.numerics == "plain"
+
+
+@pytest.mark.slow
+def test_what_one_numerics_stored_the_other_does_not_find(of_one_layer, tmp_path, capsys):
+    text = np.random.default_rng(0).integers(0, ONE.vocab_size, 140).tolist()
+    argv = generate(of_one_layer, "--tokens", ",".join(map(str, text)), "--max-new-tokens", 6, "--stop-tokens", "none")
+    argv += ["--host-memory", "64MiB", "--store", str(tmp_path), "--json", "--weights", "released"]
+    found = []
+    for numerics in ("released", "released", "plain"):
+        assert main([*argv, "--numerics", numerics]) == 0
+        report = json.loads(capsys.readouterr().out)
+        found.append((report["answers"][0]["tokens"], report["cached_tokens"]))
+    (first, cold), (again, warm), (other, plain) = found
+    assert first == again != other and (cold, warm, plain) == (0, 128, 0)
 
 
 def test_checkpoints_without_text(checkpoint, with_text, capsys, tmp_path):

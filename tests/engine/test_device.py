@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Iterator
 
@@ -11,8 +13,9 @@ import pytest
 
 from dsv4_jax import CacheLayout, CacheSize, DSV4Config, model
 from dsv4_jax.engine import Engine, Limits, Prompt, build, device
-from dsv4_jax.errors import CheckpointError, EngineError, PlanError, RequestError
+from dsv4_jax.errors import CheckpointError, ConfigError, EngineError, LayoutError, PlanError, RequestError
 from dsv4_jax.manager import HostSize
+from dsv4_jax.model.released import as_released
 from dsv4_jax.tiers.remote import RecordTransport
 from dsv4_jax.transports import open_engine
 from tests.clock import PATIENCE
@@ -25,6 +28,14 @@ CFG = DSV4Config.tiny(layer_types=(CSA, HCA))
 LAYOUT = CacheLayout(CFG, "f32", "f32", block_tokens=16)
 SIZE, HOST = CacheSize(16, 3, 5, num_snapshots=4), HostSize.of(LAYOUT, 16, 4)
 TEXT = text_tokens(70).tolist()
+
+
+@pytest.fixture
+def compiled_in_a_moment() -> Iterator[None]:
+    """What is compiled runs a few times: most of the time would go into making it fast."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")
@@ -274,6 +285,46 @@ def test_a_checkpoint_is_held_as_the_device_computes_it(tmp_path, monkeypatch):
     assert "bfloat16" not in dtypes(weights="float32")
     monkeypatch.setattr(build, "device_limit", lambda: 2 * wide - 1)
     assert "uint8" in dtypes()
+
+
+@pytest.mark.parametrize("drafts", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_an_engine_of_released_numerics(tmp_path, compiled_in_a_moment, drafts):
+    """Its tokens are those of a forward without a cache, with drafts and without, which plain ones are not."""
+    cfg = dataclasses.replace(released.CFG, layer_types=(HCA,), hc_sinkhorn_iters=1)
+    released.write(tmp_path, released.tensors(cfg), cfg)
+    text = np.random.default_rng(0).integers(0, cfg.vocab_size, 40).tolist()
+    params, run = (
+        model.load_hf(tmp_path, weights="released")[1],
+        jax.jit(functools.partial(model.forward_uncached, cfg)),
+    )
+    tokens = []
+    for each in (params, as_released(params)):
+        known = [*text]
+        for _ in range(6):
+            logits = run(each, np.array([*known, *[0] * (48 - len(known))], np.int32))
+            known.append(int(logits[len(known) - 1].argmax()))
+        tokens.append(known[len(text) :])
+    plain, expected = tokens
+    assert plain != expected
+    options = dict(
+        kv_format="f32", index_format="f32", memory=1 << 22, max_requests=2, max_context=256, chunk_tokens=32
+    )
+    with Engine.load(tmp_path, numerics="released", drafts=drafts, **options) as one:
+        assert answer(one, text) == expected and one.managers[0].layout.numerics == "released"
+        _, other = model.load_hf(tmp_path, weights="released", packed=True, drafts=drafts > 0)
+        with pytest.raises(RequestError, match="structure"):
+            one.update_weights(other, "plain")
+    for more, error, problem in (
+        (dict(weights="bfloat16"), ConfigError, "released ones are of weights as 'released', got 'bfloat16'"),
+        (dict(numerics="exact"), LayoutError, "numerics must be 'plain', 'released', got 'exact'"),
+    ):
+        with pytest.raises(error, match=problem):
+            Engine.load(tmp_path, **options | dict(numerics="released") | more)
+    layout = CacheLayout(cfg, block_tokens=128, numerics="released")
+    with pytest.raises(PlanError, match="params have plain numerics, the cache's layout says 'released'"):
+        Engine.of(params, layout, CacheSize(2, 1, 1))
+    with pytest.raises(PlanError, match="params have released numerics, the cache's layout says 'plain'"):
+        Engine.of(as_released(params), CacheLayout(cfg), CacheSize(2, 1, 1))
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from dsv4_jax import CacheLayout, CacheSize, DSV4Config, KVCacheManager
+from dsv4_jax.config import Numerics
 from dsv4_jax.errors import (
     ConfigError,
     ContextLimitError,
@@ -26,7 +27,6 @@ from dsv4_jax.errors import (
     PlanError,
     RequestError,
 )
-from dsv4_jax.layout import Numerics
 from dsv4_jax.manager import CachePolicy, Handoff, HostSize, LeaseShares, Namespace, prometheus_text
 from dsv4_jax.manager.remote_tier import RemoteTier
 from tests.clock import FakeClock

@@ -15,17 +15,14 @@ import jax
 import numpy as np
 import pytest
 
-from dsv4_jax import CacheLayout, DSV4Config, ffi, init_cache, model, ops, shard_step
-from dsv4_jax.formats.weights import WEIGHT_FORMATS
+from dsv4_jax import CacheLayout, ffi, init_cache, model, ops, shard_step
 from dsv4_jax.layout import CacheSize
 from dsv4_jax.manager.planning import build_plan
 from dsv4_jax.manager.step_shape import StepSequence, shape_for
 from dsv4_jax.model import SamplingRows
 from dsv4_jax.model.mtp import mtp_forward
 from dsv4_jax.model.weights.packing import PackedLayers
-from dsv4_jax.model.weights.params import is_leaf
 from dsv4_jax.model.weights.placement import device_specs
-from dsv4_jax.model.weights.quantised import Quantised
 from dsv4_jax.model.weights.split import RowShare, Split
 from dsv4_jax.ops.exchange import Peers
 from dsv4_jax.plan import StepPlan
@@ -119,30 +116,18 @@ def test_lowers(name: str) -> None:
     assert chains(names, f"dsv4_attend(;dsv4_dense_fp8){{2}};{tail}") >= WIDE.num_layers
 
 
-def released_specs(cfg: DSV4Config) -> Any:
-    """What `as_released` makes of a checkpoint's parameters, of which it looks at values."""
-
-    def laid(leaf: Any) -> Any:
-        if not isinstance(leaf, Quantised):
-            return leaf
-        form, unpack = WEIGHT_FORMATS[f"{leaf.format.name}_e4m3"], leaf.format.codec.unpack
-        return Quantised(jax.eval_shape(lambda *parts: form.codec.pack(*unpack(*parts)), *leaf.parts), form)
-
-    return jax.tree.map(laid, model.param_specs(cfg, "released"), is_leaf=is_leaf)
-
-
 @pytest.mark.parametrize("name", ["forward", "prefill", "decode_step", "score_step"])
 def test_released_numerics_leave_no_sum_to_a_library(name: str) -> None:
     """Whose order could depend on the number of rows. Of a whole vocabulary, and of steps that are not joined."""
     step, planned, _, arrays, options = CASES[name]
     cfg = dataclasses.replace(WIDE, num_mtp_layers=0, vocab_size=129280)
-    layout = CacheLayout(cfg, numerics="released")
+    params, layout = model.param_specs(cfg, "released", numerics="released"), CacheLayout(cfg, numerics="released")
     for tokens in {planned, 200} if planned > 1 else {1}:
         rows = [StepSequence(slot + 1, 5, tokens) for slot in range(REQUESTS)]
         plan = build_plan(layout, rows, shape_for(layout, rows), size=SIZE)
         cache = jax.eval_shape(lambda: init_cache(layout, SIZE))
         given = plan, *(np.zeros(tokens * REQUESTS, np.int32) for _ in range(1 + len(arrays)))
-        traced = jax.jit(functools.partial(step, **options)).trace(released_specs(cfg), cache, *given)
+        traced = jax.jit(functools.partial(step, **options)).trace(params, cache, *given)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
         assert not re.findall(r"stablehlo\.(?:dot\w*|convolution|reduce_window)\b", text)
         assert not {"add", "multiply"} & set(re.findall(r"stablehlo\.reduce\(.*? applies stablehlo\.(\w+)", text))

@@ -165,8 +165,13 @@ def test_heads_and_experts_over_four_and_eight_devices(split: tuple[int, int]) -
 
 
 @pytest.mark.slow
-def test_weights_as_released_over_four_devices() -> None:
-    check(model.init_params(RELEASED, 0, "released"), CacheLayout(RELEASED), mesh_of(2, 2), "forward")
+@pytest.mark.parametrize("numerics", ["plain", "released"])
+def test_weights_as_released_over_four_devices(numerics: Any) -> None:
+    params, layout = (
+        model.init_params(RELEASED, 0, "released", numerics=numerics),
+        CacheLayout(RELEASED, numerics=numerics),
+    )
+    check(params, layout, mesh_of(2, 2), "forward")
 
 
 def test_a_checkpoint_goes_to_the_devices_that_need_it(tmp_path: pathlib.Path) -> None:

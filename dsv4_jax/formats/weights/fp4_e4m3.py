@@ -19,11 +19,14 @@ A tile is 64 rows x 128 columns, `TILE_BYTES`, as that of `fp4` is:
 
 from __future__ import annotations
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ...errors import PerformanceWarning
 from . import fp4
 from .fp4 import LARGEST_SCALE, TILE_BYTES, TILE_COLUMNS, TILE_ROWS, Array, decode, encode
 
@@ -39,6 +42,7 @@ __all__ = [
     "pack",
     "spans",
     "unpack",
+    "warn_of_spans",
     "widened",
 ]
 
@@ -65,6 +69,19 @@ def spans(codes: Array, scales: Array) -> Array:
     exponents = scales.astype(np.int32).reshape(used.shape)
     most, least = xp.where(used, exponents, 0).max(-1), xp.where(used, exponents, 255).min(-1)
     return xp.maximum(most - least, 0).astype(np.int32)
+
+
+def warn_of_spans(name: str, apart: Array) -> None:
+    """Warns (`PerformanceWarning`) if these `spans` of a parameter keep it from being widened; names the widest."""
+    if (widest := int(apart.max())) > MAX_SPAN:
+        *matrix, row, block = (int(i) for i in np.unravel_index(int(apart.argmax()), apart.shape))
+        which = f"matrix {matrix}, " if matrix else ""
+        warnings.warn(
+            f"{name}: {which}row {row}, columns from {block * TILE_COLUMNS} on: "
+            f"FP4 scales 2^{widest} apart, at most 2^{MAX_SPAN} is widened without loss; products take longer",
+            PerformanceWarning,
+            stacklevel=3,
+        )
 
 
 def widened(codes: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ...checks import check_integer
-from ...config import DSV4Config
+from ...config import DSV4Config, Numerics
 from ...errors import ConfigError
 from ...formats.weights import WeightFormat
 from ...former_names import former_keywords
@@ -37,6 +37,7 @@ def init_params(
     *,
     packed: bool = False,
     drafts: bool = False,
+    numerics: Numerics = "plain",
     mesh: Mesh | None = None,
     progress: Progress | None = None,
 ) -> Params:
@@ -50,6 +51,7 @@ def init_params(
             stay, one matrix at a time.
         packed: in the form to decode with, what `pack_layers(stack_projections(params))` makes of them.
         drafts: with the layers that draft; the other parameters are what they are without.
+        numerics: as in `param_specs`; the weights have the same values.
         mesh: over its devices as by `shard_params`, and packed; released weights are the same on any mesh.
         progress: called with the bytes made and the bytes in all, after every piece.
 
@@ -57,7 +59,7 @@ def init_params(
         ShapeError, ConfigError: as `param_specs`; or the seed is none.
         LayoutError: as `shard_params`.
     """
-    specs = param_specs(cfg, weights, drafts=drafts)
+    specs = param_specs(cfg, weights, drafts=drafts, numerics=numerics)
     number = check_integer("seed", seed, 0, 2**64 - 1, error=functools.partial(ConfigError, None))
     last = {MTP: specs.pop(MTP)} if drafts else {}
     draw = _on_device(cfg, number) if isinstance(weights, str) and weights == RELEASED else _on_host(cfg, number)

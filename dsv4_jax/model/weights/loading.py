@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from ...config import DSV4Config
+from ...config import DSV4Config, Numerics
 from ...former_names import former_keywords
 from ...hf_config import check_weight_blocks, read_hf
 from .deferred import Progress, make
@@ -40,6 +40,7 @@ def load_hf(
     weights: Weights = jnp.float32,
     packed: bool = False,
     drafts: bool = False,
+    numerics: Numerics = "plain",
     mesh: Mesh | None = None,
     progress: Progress | None = None,
 ) -> tuple[DSV4Config, Params]:
@@ -56,21 +57,26 @@ def load_hf(
             fast as plain arrays allow.
         packed: in the form to decode with, what `pack_layers(stack_projections(params))` makes, without their copies.
         drafts: with the layers that draft (`generate(drafts=)`): the MTP layer, or the stages of DSpark.
+        numerics: as of `param_specs`: "released" reads FP8 and FP4 matrices into forms whose products round rows to
+            e4m3.
         mesh: over its devices as by `shard_params`, and packed: each is given its own part, and no more.
         progress: called with the bytes made and the bytes in all, after every tensor.
 
     Raises:
-        ConfigError: `config.json` is missing or wrong, or `weights` or `drafts` are not possible for it.
+        ConfigError: `config.json` is missing or wrong, or `weights`, `drafts` or `numerics` are not possible for it.
         CheckpointError: a file or tensor is missing, has the wrong shape, is in a format this
             loader cannot read or that is not the released one, or is not part of the model; names it.
         ShapeError: as `param_specs`.
         LayoutError: as `shard_params`.
+
+    Warns:
+        PerformanceWarning: with released numerics, of FP4 scales too far apart to be widened, as `as_released`.
     """
     path = pathlib.Path(path)
     hf = read_hf(path)
     cfg = DSV4Config.from_hf(hf)
     check_weight_blocks(hf)
-    specs = param_specs(cfg, weights, drafts=drafts)
+    specs = param_specs(cfg, weights, drafts=drafts, numerics=numerics)
     source = Source(open_tensors(path), cfg, drafts=drafts, released=isinstance(weights, str) and weights == RELEASED)
     params = jax.tree_util.tree_map_with_path(
         lambda keys, spec: source.find(*address(keys), spec), specs, is_leaf=is_leaf

@@ -67,6 +67,10 @@ class PackedLayers:
         """Returns the parameters of a layer. Raises `IndexError` if there is no such layer."""
         return jax.tree.unflatten(self.trees[layer], [self._leaf(place) for place in self.places[layer]])
 
+    def structure(self, layer: int) -> Params:
+        """Returns the parameters of a layer with places where its arrays are: what is known of it without them."""
+        return jax.tree.unflatten(self.trees[layer], self.places[layer])
+
     def _leaf(self, place: _LeafPlace) -> jax.Array:
         array, stop = self.arrays[place.array], place.start + place.rows
         return jax.lax.slice_in_dim(array, place.start, stop).reshape(place.shape)

@@ -7,16 +7,16 @@ a tuple of the MTP layer, or of the stages of DSpark.
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ...checks import shown
-from ...config import AttentionType, DSV4Config, LayerSpec, build_schedule
+from ...config import AttentionType, DSV4Config, LayerSpec, Numerics, build_schedule
 from ...errors import CheckpointError, ConfigError
-from ...formats.weights import WeightFormat
+from ...formats.weights import WEIGHT_FORMATS, WeightFormat
 from ...former_names import former_keywords
 from .names import MTP
 from .quantised import FP4, FP8, Quantised
@@ -29,7 +29,9 @@ Weights: TypeAlias = "jax.typing.DTypeLike | Literal['released']"
 
 
 @former_keywords(mtp="drafts")
-def param_specs(cfg: DSV4Config, weights: Weights = jnp.float32, *, drafts: bool = False) -> Params:
+def param_specs(
+    cfg: DSV4Config, weights: Weights = jnp.float32, *, drafts: bool = False, numerics: Numerics = "plain"
+) -> Params:
     """The tree of `jax.ShapeDtypeStruct` that the parameters of this model have.
 
     Args:
@@ -39,11 +41,14 @@ def param_specs(cfg: DSV4Config, weights: Weights = jnp.float32, *, drafts: bool
             sinks, biases and hyper-connections are float32 always.
         drafts: with those of the layers that draft, whose projections (of DSpark `main_proj`) are stored as those of
             attention are, and DSpark's table of pairs of tokens as the embedding is.
+        numerics: "released" has FP8 and FP4 matrices in the forms whose products round rows to e4m3
+            (`CacheLayout(numerics=)` is to say so, too); of released weights alone.
 
     Raises:
         ShapeError: a matrix has a size that its released format does not have.
-        ConfigError: `weights` is something else; the released formats go with another way of scoring experts; `drafts`
-            is no bool, or the model has neither DSpark's stages nor one MTP layer; or `cfg` is none.
+        ConfigError: `weights` or `numerics` is something else, or they do not go together; the released formats go
+            with another way of scoring experts; `drafts` is no bool, or the model has neither DSpark's stages nor one
+            MTP layer; or `cfg` is none.
     """
     if not isinstance(cfg, DSV4Config):
         raise ConfigError(None, f"the parameters of a model are those of a DSV4Config, got {shown(cfg)}")
@@ -54,6 +59,10 @@ def param_specs(cfg: DSV4Config, weights: Weights = jnp.float32, *, drafts: bool
     released = isinstance(weights, str) and weights == RELEASED
     if not released and not _is_float(weights):
         raise ConfigError("weights", f"expected a dtype of floats or {RELEASED!r}, got {shown(weights)}")
+    if numerics not in get_args(Numerics):
+        raise ConfigError("numerics", f"expected {' or '.join(map(repr, get_args(Numerics)))}, got {shown(numerics)}")
+    if numerics == "released" and not released:
+        raise ConfigError("numerics", f"the released ones are of weights as {RELEASED!r}, got {shown(weights)}")
     dtype = jnp.bfloat16 if released else weights
     if released and cfg.scoring_func != "sqrtsoftplus":
         raise ConfigError("scoring_func", f"released weights are for sqrtsoftplus, got {cfg.scoring_func!r}")
@@ -69,7 +78,8 @@ def param_specs(cfg: DSV4Config, weights: Weights = jnp.float32, *, drafts: bool
         parts = fmt.packed(rows, columns)
         return Quantised(tuple(jax.ShapeDtypeStruct((*lead, *part), jnp.uint8) for part in parts), fmt)
 
-    dense, expert = functools.partial(stored, FP8), functools.partial(stored, FP4)
+    rounding = "_e4m3" if numerics == "released" else ""
+    dense, expert = (functools.partial(stored, WEIGHT_FORMATS[f"{fmt.name}{rounding}"]) for fmt in (FP8, FP4))
 
     def vector(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.float32)

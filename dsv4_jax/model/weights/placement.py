@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ...config import DSV4Config
+from ...config import DSV4Config, Numerics
 from ...errors import LayoutError, ShapeError
 from ...former_names import former_keywords
 from .deferred import Deferred, Progress, make
@@ -91,12 +91,20 @@ def device_params(params: Params, split: Split, index: int) -> Params:
     return pack_layers(stack_projections(taken))
 
 
-def device_specs(cfg: DSV4Config, weights: Weights = RELEASED, split: Split = ALONE, *, drafts: bool = False) -> Params:
+def device_specs(
+    cfg: DSV4Config,
+    weights: Weights = RELEASED,
+    split: Split = ALONE,
+    *,
+    drafts: bool = False,
+    numerics: Numerics = "plain",
+) -> Params:
     """The tree of `jax.ShapeDtypeStruct` that each device of a split has, stacked and packed.
 
     Raises as `param_specs`, `check_split` and `stack_projections`.
     """
-    local = device_params(jax.tree.map(_deferred, param_specs(cfg, weights, drafts=drafts)), check_split(cfg, split), 0)
+    specs = param_specs(cfg, weights, drafts=drafts, numerics=numerics)
+    local = device_params(jax.tree.map(_deferred, specs), check_split(cfg, split), 0)
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), local)
 
 
@@ -111,7 +119,7 @@ def device_bytes(cfg: DSV4Config, weights: Weights = RELEASED, split: Split = AL
     )
 
 
-def default_form(hf: Mapping[str, Any], memory: int, wide: Callable[[], int]) -> str:
+def default_form(hf: Mapping[str, Any], memory: int, wide: Callable[[], int], numerics: Numerics = "plain") -> str:
     """The form of a checkpoint's weights if none is asked for.
 
     Those in FP8 stay as released where there are kernels for them. A CPU has none, and would dequantise them in every
@@ -121,7 +129,10 @@ def default_form(hf: Mapping[str, Any], memory: int, wide: Callable[[], int]) ->
         hf: the checkpoint's `config.json`.
         memory: bytes that each device has.
         wide: says how many bytes of these the weights take in bfloat16; called if that decides.
+        numerics: released ones are of weights as released, wherever they are.
     """
+    if numerics == "released":
+        return RELEASED
     if not hf.get("quantization_config"):
         return "float32"
     return "bfloat16" if jax.default_backend() == "cpu" and wide() <= memory // 2 else "released"

@@ -15,7 +15,7 @@ import numpy as np
 
 from ...config import DSV4Config
 from ...errors import CheckpointError
-from ...formats.weights import WeightFormat, fp4
+from ...formats.weights import WeightFormat, fp4, fp4_e4m3
 from ...untrusted import brief, plain, read_json
 from .deferred import Deferred
 from .names import EXPERT_MATRICES, MTP, OWN_MTP_TABLES, expert_name, names_of
@@ -256,7 +256,12 @@ def _packed(stored: tuple[_Stored, ...], fmt: WeightFormat, part: int) -> jax.Ar
     """Returns a part of a packed matrix, or of an expert's gates and ups."""
     if fmt.parts[part].name == "scales":
         return jnp.array(stored[0].bits()[1])
-    return _pack(tuple(x.bits() for x in stored), fmt, part)
+    bits = tuple(x.bits() for x in stored)
+    if (fmt.code, fmt.rows) == ("e2m1", "e4m3"):
+        for one, (codes, scales) in zip(stored, bits, strict=True):
+            if int(scales.max()) - int(scales.min()) > fp4_e4m3.MAX_SPAN:  # else no 128 columns span more
+                fp4_e4m3.warn_of_spans(f"tensor {one.name}", fp4_e4m3.spans(codes, scales))
+    return _pack(bits, fmt, part)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

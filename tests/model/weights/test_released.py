@@ -18,12 +18,13 @@ import pytest
 
 from dsv4_jax import CacheLayout, DSV4Config, ffi, init_cache, model
 from dsv4_jax.config import DSparkHead
-from dsv4_jax.errors import CheckpointError, ConfigError, ShapeError
+from dsv4_jax.errors import CheckpointError, ConfigError, PerformanceWarning, ShapeError
 from dsv4_jax.layout import CacheSize
 from dsv4_jax.manager.planning import build_plan
 from dsv4_jax.manager.step_shape import StepSequence, shape_for
 from dsv4_jax.model import numerics
-from dsv4_jax.model.weights import packing
+from dsv4_jax.model.released import as_released, is_released
+from dsv4_jax.model.weights import loading, packing
 from dsv4_jax.model.weights.deferred import Deferred
 from dsv4_jax.model.weights.params import is_leaf
 from dsv4_jax.model.weights.quantised import Quantised
@@ -94,6 +95,45 @@ def test_keeps_what_was_written(checkpoint, params, plain) -> None:
 
 def test_the_mtp_layer_is_skipped_unless_asked_for(checkpoint, params) -> None:
     assert_same(model.load_hf(checkpoint, weights="released")[1], {k: x for k, x in params.items() if k != "mtp"})
+
+
+def test_read_for_released_numerics(checkpoint, params) -> None:
+    """As those that are loaded already are laid out anew, and packed."""
+    load = functools.partial(model.load_hf, checkpoint, weights="released", numerics="released", drafts=True)
+    want = as_released(params)
+    assert_same(load()[1], want)
+    packed = load(packed=True)[1]
+    assert_same(packed, model.pack_layers(model.stack_projections(want)))
+    assert is_released(packed) and not is_released(model.pack_layers(model.stack_projections(params)))
+    drawn = model.init_params(CFG, 3, "released", numerics="released", drafts=True)
+    assert_same(drawn, as_released(model.init_params(CFG, 3, "released", drafts=True)))
+
+
+def test_what_cannot_be_widened_is_named_as_it_is_read(tmp_path) -> None:
+    cfg = dataclasses.replace(CFG, layer_types=CFG.layer_types[:1], num_mtp_layers=0)
+    given = released.tensors(cfg)
+    name = "layers.0.ffn.experts.1.w2"
+    scales = given[f"{name}.scale"][1].copy()
+    scales[5] = scales[5, 0]
+    scales[5, 1] -= 20
+    given[f"{name}.scale"] = "F8_E8M0", scales
+    released.write(tmp_path, given, cfg)
+    message = f"tensor {re.escape(name)}.weight: row 5, columns from 0 on: FP4 scales 2\\^20 apart"
+    with pytest.warns(PerformanceWarning, match=message) as told:
+        _, read = model.load_hf(tmp_path, weights="released", numerics="released")
+    assert len(told) == 1
+    _, plain = model.load_hf(tmp_path, weights="released")
+    down, same = (p["layers"][0]["ffn"]["experts"]["down"] for p in (read, plain))
+    np.testing.assert_array_equal(decode(down), decode(same))
+
+
+@pytest.mark.parametrize("weights", ["float32", jnp.bfloat16])
+def test_released_numerics_are_of_released_weights(checkpoint, monkeypatch, weights) -> None:
+    monkeypatch.setattr(loading, "open_tensors", lambda *_: pytest.fail("opened"))
+    with pytest.raises(ConfigError, match="'numerics': the released ones are of weights as 'released', got"):
+        model.load_hf(checkpoint, weights=weights, numerics="released")
+    with pytest.raises(ConfigError, match="'numerics': expected 'plain' or 'released', got 'exact'"):
+        model.load_hf(checkpoint, weights=weights, numerics="exact")
 
 
 def test_packed_as_it_is_loaded(checkpoint, params, plain) -> None:
