@@ -86,14 +86,9 @@ class DeviceExecutor:
         least_confidence: float = 0.0,
         implementation: Choice = None,
     ):
-<<<<<<< HEAD
-=======
         if is_released(params) != (cache.layout.numerics == "released"):
             held = "plain" if cache.layout.numerics == "released" else "released"
             raise PlanError(f"params have {held} numerics, the cache's layout says {cache.layout.numerics!r}")
-        # On their devices for good, as others will be: else nothing that was compiled for these serves those.
-        self.params = jax.tree.map(lambda x: jax.device_put(x, x.sharding) if isinstance(x, jax.Array) else x, params)
->>>>>>> work-36
         self.cache, self.host, self.shapes = cache, host, shapes
         self._exchanges = [*check_iterable("exchanges", exchanges, error=PlanError)]
         if wrong := [each for each in self._exchanges if not hasattr(each, "peers")]:

@@ -118,13 +118,8 @@ class Engine:
         """An engine of parameters, a layout, and memory for its cache.
 
         Args:
-<<<<<<< HEAD
             params: over a mesh those of `shard_params`; what is elsewhere is copied to each device whole.
-            layout: a `CacheLayout`.
-=======
-            params: over a mesh those of `shard_params`.
             layout: a `CacheLayout`, with the parameters' numerics.
->>>>>>> work-36
             memory: bytes of a device for the cache, or a `CacheSize`.
             watchdog, freeze: as of `Engine`.
             max_requests: with bytes: most requests at once, of each data shard (default: 64).
