@@ -85,9 +85,6 @@ class DeviceExecutor:
         least_confidence: float = 0.0,
         implementation: Choice = None,
     ):
-        if is_released(params) != (cache.layout.numerics == "released"):
-            held = "plain" if cache.layout.numerics == "released" else "released"
-            raise PlanError(f"params have {held} numerics, the cache's layout says {cache.layout.numerics!r}")
         # On their devices for good, as others will be: else nothing that was compiled for these serves those.
         self.params = jax.tree.map(lambda x: jax.device_put(x, x.sharding) if isinstance(x, jax.Array) else x, params)
         self.cache, self.host, self.shapes = cache, host, shapes
@@ -108,6 +105,9 @@ class DeviceExecutor:
         self._least = check_share("least_confidence", least_confidence, error=PlanError)
         if shapes.drafts:
             check_drafts(params, cache, shapes.drafts)
+        if is_released(params) != (cache.layout.numerics == "released"):
+            held = "plain" if cache.layout.numerics == "released" else "released"
+            raise PlanError(f"params have {held} numerics, the cache's layout says {cache.layout.numerics!r}")
         if self._least and not (shapes.drafts and self._layout.cfg.dspark):
             raise PlanError(f"least_confidence={self._least}: it is of drafts that DSpark's stages make")
         self._begin()
