@@ -420,10 +420,10 @@ def _model_ops() -> list[Kernel]:
     # Of a layer: wq_b, wo_b, wo_a, wq_a with wkv, the indexer's wq_b, the shared expert's first two and its last.
     flash = ((32768, 1024), (4096, 8192), (8192, 4096, 8), (1536, 4096), (8192, 1024), (4096, 4096), (4096, 2048))
     pro = ((65536, 1536), (7168, 16384), (16384, 4096, 16), (2048, 7168), (8192, 1536), (6144, 7168), (7168, 3072))
-    few = ((4096, 8192), (8192, 4096, 8), (32768, 1024), (40960, 1024), (4160, 4096), (2560, 4096), (1024, 4096))
+    few = ((4096, 8192), (8192, 4096, 8), (32768, 1024), (40960, 1024), (4160, 4096), (2560, 4096))
     batches = (1, 16, 64, 256, 1024, 4096)
     products = ("dense_fp8", flash + pro, batches), ("dense_e4m3", flash + pro, batches), ("dense_bf16", few, (1, 16))
-    products += (("dense_bf16", [(1024, 4096)], (64, 1024, 4096)),)  # a compressor's, as the released numerics have it
+    products += (("dense_bf16", [(1024, 4096)], (1, 16, 64, 1024, 4096)),)  # a compressor's: of many in released numerics
     for op, sizes, batches in products:
         for matrix in (Matrix(*size) for size in sizes):
             weights = matrix.rows * matrix.columns

@@ -86,9 +86,6 @@ class DeviceExecutor:
         least_confidence: float = 0.0,
         implementation: Choice = None,
     ):
-        if is_released(params) != (cache.layout.numerics == "released"):
-            held = "plain" if cache.layout.numerics == "released" else "released"
-            raise PlanError(f"params have {held} numerics, the cache's layout says {cache.layout.numerics!r}")
         self.cache, self.host, self.shapes = cache, host, shapes
         self._exchanges = [*check_iterable("exchanges", exchanges, error=PlanError)]
         if wrong := [each for each in self._exchanges if not hasattr(each, "peers")]:
@@ -109,6 +106,9 @@ class DeviceExecutor:
         self._least = check_share("least_confidence", least_confidence, error=PlanError)
         if shapes.drafts:
             check_drafts(params, cache, shapes.drafts)
+        if is_released(params) != (cache.layout.numerics == "released"):
+            held = "plain" if cache.layout.numerics == "released" else "released"
+            raise PlanError(f"params have {held} numerics, the cache's layout says {cache.layout.numerics!r}")
         if self._least and not (shapes.drafts and self._layout.cfg.dspark):
             raise PlanError(f"least_confidence={self._least}: it is of drafts that DSpark's stages make")
         self._begin()
