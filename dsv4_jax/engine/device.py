@@ -358,10 +358,9 @@ class DeviceExecutor:
 
 def _settled(x: Any, whole: Sharding) -> Any:
     """A parameter where it is, for good; one that is not on the devices of `whole` goes there."""
-    if not isinstance(x, jax.Array | np.ndarray):
-        return x
-    there = isinstance(x, jax.Array) and x.sharding.device_set == whole.device_set
-    return _put(x, x.sharding if there else whole)
+    if isinstance(x, jax.Array) and x.sharding.device_set == whole.device_set:
+        return _put(x, x.sharding)
+    return _put(x, whole) if isinstance(x, jax.Array | np.ndarray) else x
 
 
 def _put(x: jax.Array | np.ndarray, where: Sharding) -> jax.Array:
