@@ -111,8 +111,9 @@ def test_what_begins_where_a_load_would_fault_is_named(library: ctypes.CDLL) -> 
 
 @pytest.mark.parametrize("source", sorted(path.relative_to(CSRC).as_posix() for path in CSRC.rglob("*.cu")))
 def test_every_handler_checks(source: str) -> None:
-    """By `check`, or by reading its operands with `Operands`, which does. Those that need not say why here."""
+    """By `check`, or by `Operands` or `read_moe`, which do. Those that need not say why here."""
     # Those of swap.h; of smaller accesses; of the calls.
     of_its_own = {"swap/swap.cu", "exchange/exchange.cu", "fusion/sequence.cu"}
     text = (CSRC / source).read_text()
-    assert (source in of_its_own) != bool(re.search(r'\bcheck\(\s*"|\bOperands operands', text))
+    assert (source in of_its_own) != bool(re.search(r'\bcheck\(\s*"|\bOperands operands|\bread_moe\("', text))
+    assert re.search(r"\bcheck\(target,", (CSRC / "moe/operands.h").read_text())
