@@ -99,10 +99,17 @@ def test_all_that_is_worked_on_is_bounded(tmp_path):
     with Stand(tmp_path, bodies_bytes=1 << 20) as stand:
         body = {"model": "tiny", "prompt": [5] * 1500, "max_tokens": 1}
         large = json.dumps(body).encode()
-        with socket.create_connection(("127.0.0.1", stand.port), timeout=60) as half:
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {1 << 20}\r\n\r\n"
-            half.sendall(head.encode() + b" " * (900 << 10))
-            wait_for(lambda: stand.post("/v1/completions", large)[0] == 503)
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {1 << 20}\r\n\r\n"
+        with contextlib.ExitStack() as held:
+
+            def refused() -> bool:
+                """A half that crosses the bound beside a whole one is refused itself; then another is sent."""
+                half = held.enter_context(socket.create_connection(("127.0.0.1", stand.port), timeout=60))
+                half.sendall(head.encode() + b" " * (900 << 10))
+                time.sleep(0.2)
+                return stand.post("/v1/completions", large)[0] == 503
+
+            wait_for(refused)
             assert stand.post("/v1/completions", LONG | {"max_tokens": 1})[0] == 200
         wait_for(lambda: stand.post("/v1/completions", large)[0] == 200)
 
@@ -168,7 +175,7 @@ def test_grammars_that_take_long_hold_up_nothing_else(tmp_path, monkeypatch, goe
         assert bridge is not None
         wait_for(lambda: bridge.waiting_masks == 50)
         assert bridge.waiting_tokens >= 5000 and stand.get("/health")[0] == 200
-        assert stand.post("/v1/completions", LONG | {"prompt": [5] * 1900, "n": 6, "max_tokens": 1})[0] == 429
+        assert stand.post("/v1/completions", LONG | {"prompt": [5] * 1900, "n": 8, "max_tokens": 1})[0] == 429
         assert stand.post("/v1/completions", LONG | {"max_tokens": 1})[0] == 200
         if goes:
             connection.close()
