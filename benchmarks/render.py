@@ -41,8 +41,8 @@ TIMERS = {
     "wall": "Wall time of calls from JAX, dispatch included",
 }
 OURS = ("cuda", "pallas", "triton", "xla")
-# Fields of rows that say what was required when they were measured.
 ANYWHERE = ("simulate", "acceptance")  # tables of what no device changes
+# Fields of rows that say what was required when they were measured.
 TOLD = ("verdict", "peer_us", "required_us", "goal_us", "required_ms", "required_over_floor", "required_of_copy")
 VERDICTS = {"goal": "goal met", "required": "met", "missed": "missed"}
 

@@ -59,12 +59,7 @@ ffi::Error moe_e4m3(cudaStream_t stream, decltype(MoeOperands::x) x, decltype(Mo
   if (shape < 0 || shape > static_cast<int>(std::tuple_size_v<E4m3Shapes>)) return refusal("moe_e4m3", "no such shape");
   MoeArgs args = {};
   MoeOperands given = {x, chosen, share, gate_up, down, out, work};
-  const auto work_bytes = [](const MoeArgs& args) {
-    size_t bytes = 0;
-    moe_e4m3_work(args, &bytes);
-    return bytes;
-  };
-  const ffi::Error error = read_moe("moe_e4m3", given, first, routed, limit, work_bytes, args);
+  const ffi::Error error = read_moe("moe_e4m3", given, first, routed, limit, moe_e4m3_work, args);
   const int64_t pairs = int64_t{args.tokens} * args.top;
   if (error.failure() || pairs == 0) return error;
   const int taken = shape > 0 ? shape : choose_e4m3_shape(pairs / std::max(args.routed, 1));

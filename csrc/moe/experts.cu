@@ -68,12 +68,7 @@ ffi::Error moe(cudaStream_t stream, decltype(MoeOperands::x) x, decltype(MoeOper
                int32_t first, int32_t routed, float limit) {
   MoeArgs args = {};
   MoeOperands given = {x, chosen, share, gate_up, down, out, work};
-  const auto work_bytes = [](const MoeArgs& args) {
-    size_t bytes = 0;
-    moe_work(args, &bytes);
-    return bytes;
-  };
-  const ffi::Error error = read_moe("moe", given, first, routed, limit, work_bytes, args);
+  const ffi::Error error = read_moe("moe", given, first, routed, limit, moe_work, args);
   const int64_t pairs = int64_t{args.tokens} * args.top;
   if (error.failure() || pairs == 0) return error;
   const int shape = choose_shape(pairs, pairs / std::max(args.routed, 1));

@@ -16,10 +16,10 @@ struct MoeOperands {
   xla::ffi::Result<xla::ffi::Buffer<xla::ffi::U8, 1>> work;
 };
 
-// Checks them and fills `args`; `work_bytes` says of these how much scratch memory they need.
-template <typename WorkBytes>
+// Checks them and fills `args`; `lay_out` says of these where scratch memory has what, and how much is needed.
+template <typename LayOut>
 xla::ffi::Error read_moe(const char* target, MoeOperands& given, int32_t first, int32_t routed, float limit,
-                         const WorkBytes& work_bytes, MoeArgs& args) {
+                         const LayOut& lay_out, MoeArgs& args) {
   constexpr int64_t kSizeStep = 256;  // of hidden and inter
   const int64_t tokens = given.x.dimensions()[0], hidden = given.x.dimensions()[1], top = given.chosen.dimensions()[1];
   const int64_t experts = given.gate_up.dimensions()[0], inter = given.down.dimensions()[2] * kWeightColumns;
@@ -51,8 +51,10 @@ xla::ffi::Error read_moe(const char* target, MoeOperands& given, int32_t first, 
             {{hidden % kSizeStep == 0 && inter % kSizeStep == 0, "sizes must be in 256s"},
              {experts <= kMaxExperts, "at most 512 experts"},
              {top <= kMaxTop && pairs <= kMaxPairs, "at most 16 experts of a token, and 98304 pairs of both"}});
-  if (error.success() && given.work->element_count() < work_bytes(args)) return refusal(target, "work is too small");
-  return error;
+  if (error.failure()) return error;
+  size_t bytes = 0;
+  lay_out(args, &bytes);
+  return given.work->element_count() < bytes ? refusal(target, "work is too small") : error;
 }
 
 // A handler's bindings, to which it adds its own attributes.
