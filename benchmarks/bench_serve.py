@@ -3,7 +3,8 @@
 A checkpoint of some layers with random weights as released is drawn and written; a server of its own process reads it,
 and clients send so many streams at once, prompts as ids that nobody sent before, answers of a fixed length that are
 streamed. Then the same requests go to an `Engine` in a process that has nothing else. What each needs of a device it
-gives back before the next begins.
+gives back before the next begins. With `--aiperf`, NVIDIA's load generator (`pip install aiperf`) asks the same server
+for as many tokens by a client that is not ours.
 
     python benchmarks/bench_serve.py --layers 12 --streams 1 16 64 --tokenizer tokenizer.json --json serve.json
 """
@@ -118,7 +119,39 @@ def wait_for(address: str) -> None:
             time.sleep(0.05)
 
 
-def through_server(args: argparse.Namespace) -> dict[int, dict[str, Any]]:
+def by_aiperf(args: argparse.Namespace, host: str, port: int, streams: int) -> dict[str, Any]:
+    """What AIPerf measures of the same server: as many tokens a request, temperature and streams, prompts of its own."""
+    count = streams * (1 + rounds(streams))
+    with tempfile.TemporaryDirectory() as artifacts:
+        command = [*args.aiperf.split(), "profile", "--model", args.folder.name, "--url", f"http://{host}:{port}"]
+        command += ["--endpoint-type", "completions", "--streaming", "--use-server-token-count", "--ui", "none"]
+        command += ["--tokenizer", args.folder, "--concurrency", streams, "--request-count", count]
+        command += ["--num-dataset-entries", count, "--random-seed", 1000 + streams, "--artifact-dir", artifacts]
+        command += ["--synthetic-input-tokens-mean", args.prompt_tokens, "--synthetic-input-tokens-stddev", 0]
+        command += ["--output-tokens-mean", args.new_tokens, "--output-tokens-stddev", 0]
+        command += ["--extra-inputs", "ignore_eos:true", "--extra-inputs", f"temperature:{args.temperature}"]
+        command += ["--no-server-metrics", "--no-gpu-telemetry"]
+        # Its uvloop of the day refuses a file descriptor that ours takes: plain asyncio serves as many streams.
+        environment = os.environ | {"AIPERF_SERVICE_DISABLE_UVLOOP": "true", "PYTHONPATH": args.aiperf_path or ""}
+        run = subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True, check=False)
+        if run.returncode:
+            raise SystemExit(f"aiperf has failed ({run.returncode}): {(run.stdout + run.stderr)[-4000:]}")
+        found = json.loads((pathlib.Path(artifacts) / "profile_export_aiperf.json").read_text())
+    if found.get("error_summary"):
+        raise SystemExit(f"aiperf met errors: {found['error_summary']}")
+    first, between = found["time_to_first_token"], found["inter_token_latency"]
+    return {
+        "tokens_per_s": found["output_token_throughput"]["avg"],
+        "first_ms": first["p50"],
+        "first_p99_ms": first["p99"],
+        "between_ms": between["p50"],
+        "between_p99_ms": between["p99"],
+        "requests": found["request_count"]["avg"],
+    }
+
+
+def through_server(args: argparse.Namespace) -> dict[str, dict[int, dict[str, Any]]]:
+    """What clients see of one server: ours, and AIPerf after them if it is asked for."""
     command = [sys.executable, "-m", "dsv4_jax", "serve", "--checkpoint", args.folder, "--port", 0, "--no-page"]
     command += ["--max-requests", max(args.streams), "--max-context", args.context, "--chunk", args.chunk]
     began = time.perf_counter()
@@ -148,7 +181,13 @@ def through_server(args: argparse.Namespace) -> dict[int, dict[str, Any]]:
                     say(f"server, {streams} streams: {out[streams]}")
                 return out
 
-            return asyncio.run(all_rounds())
+            out = {"server": asyncio.run(all_rounds())}
+            if args.aiperf:
+                out["aiperf"] = {}
+                for streams in args.streams:
+                    out["aiperf"][streams] = by_aiperf(args, host, port, streams)
+                    say(f"aiperf, {streams} streams: {out['aiperf'][streams]}")
+            return out
         finally:
             server.terminate()
             server.communicate()
@@ -207,6 +246,8 @@ def main() -> None:
     command.add_argument("--chunk", type=int, default=2048)
     command.add_argument("--temperature", type=float, default=1.0)
     command.add_argument("--tokenizer", type=pathlib.Path, required=True, help="tokenizer.json of what is served")
+    command.add_argument("--aiperf", metavar="COMMAND", help="how AIPerf is called: aiperf, python -m aiperf")
+    command.add_argument("--aiperf-path", metavar="PYTHONPATH", help="where AIPerf finds its packages")
     command.add_argument("--part", choices=("draw", "engine"), help=argparse.SUPPRESS)
     command.add_argument("--folder", type=pathlib.Path, help=argparse.SUPPRESS)
     args = command.parse_args()
@@ -229,11 +270,11 @@ def main() -> None:
         shutil.copy(args.tokenizer, args.folder / "tokenizer.json")
         flags = f"--model {args.model} --layers {args.layers}"
         recorder = Recorder(args.json, command=f"python benchmarks/bench_serve.py {flags}", **how)
-        server, engine = through_server(args), part("engine")
+        clients, engine = through_server(args), part("engine")
         for streams in args.streams:
-            alone, served = engine[str(streams)], server[streams]
-            rows = {"through": "engine"} | alone, {"through": "server"} | served
-            for row in rows:
+            alone, served = engine[str(streams)], clients["server"][streams]
+            through = {"engine": alone} | {name: found[streams] for name, found in clients.items()}
+            for row in ({"through": name} | each for name, each in through.items()):
                 sizes = dict(prompt_tokens=args.prompt_tokens, new_tokens=args.new_tokens, temperature=args.temperature)
                 recorder.add("serve", model=args.model, layers=args.layers, streams=streams, **sizes, **row)
             share = alone["tokens_per_s"] / served["tokens_per_s"] - 1

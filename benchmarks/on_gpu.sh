@@ -12,7 +12,7 @@ stages=${*:-build tests swap kernels ops steps model triton}
 stage() {
   case $1 in
     build)
-      { cmake -S csrc -B build/gpu -DPYTHON="$python" -DDSV4_CUDA_ARCHITECTURES=90 && cmake --build build/gpu -j 8 \
+      { cmake -S csrc -B build/gpu -DPYTHON="$python" -DDSV4_CUDA_ARCHITECTURES=90 && cmake --build build/gpu -j "$(nproc)" \
         && cmake --install build/gpu --prefix . --component libraries; } > "$OUT/build.log" 2>&1 ;;
     tests)  # every kernel against its reference or float64, byte invariance, logits alone and among others; most of it is compiling
       # A process takes up to 11 GB of the device.
