@@ -19,6 +19,9 @@ __device__ __forceinline__ void mma_64(float (&d)[kN / 2], uint64_t a, uint64_t 
 #define DSV4_REGISTERS_8 "%0, %1, %2, %3"
 #define DSV4_REGISTERS_16 DSV4_REGISTERS_8 ", %4, %5, %6, %7"
 #define DSV4_REGISTERS_32 DSV4_REGISTERS_16 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define DSV4_REGISTERS_40 DSV4_REGISTERS_32 ", %16, %17, %18, %19"
+#define DSV4_REGISTERS_48 DSV4_REGISTERS_40 ", %20, %21, %22, %23"
+#define DSV4_REGISTERS_56 DSV4_REGISTERS_48 ", %24, %25, %26, %27"
 #define DSV4_REGISTERS_64 \
   DSV4_REGISTERS_32       \
   ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -34,6 +37,9 @@ __device__ __forceinline__ void mma_64(float (&d)[kN / 2], uint64_t a, uint64_t 
 #define DSV4_SUMS_8(d) DSV4_F4(d, 0)
 #define DSV4_SUMS_16(d) DSV4_F8(d, 0)
 #define DSV4_SUMS_32(d) DSV4_F16(d, 0)
+#define DSV4_SUMS_40(d) DSV4_SUMS_32(d), DSV4_F4(d, 16)
+#define DSV4_SUMS_48(d) DSV4_SUMS_32(d), DSV4_F8(d, 16)
+#define DSV4_SUMS_56(d) DSV4_SUMS_48(d), DSV4_F4(d, 24)
 #define DSV4_SUMS_64(d) DSV4_F16(d, 0), DSV4_F16(d, 16)
 #define DSV4_SUMS_96(d) DSV4_SUMS_64(d), DSV4_F16(d, 32)
 #define DSV4_SUMS_120(d) DSV4_SUMS_96(d), DSV4_F8(d, 48), DSV4_F4(d, 56)

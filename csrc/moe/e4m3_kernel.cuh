@@ -76,6 +76,17 @@ struct MoeE4m3Product {
   int groups;     // of rows, of all experts
 };
 
+// Calls `f` with the first of these numbers of columns that `rows` fit in.
+template <int kMost, typename F>
+__device__ __forceinline__ void with_columns(int rows, const F& f) {
+  if (rows <= 64) return f(std::integral_constant<int, 64>{});
+  if (rows <= 80) return f(std::integral_constant<int, 80>{});
+  if (rows <= 96) return f(std::integral_constant<int, 96>{});
+  if (rows <= 104) return f(std::integral_constant<int, 104>{});
+  if (rows <= 112) return f(std::integral_constant<int, 112>{});
+  f(std::integral_constant<int, kMost>{});
+}
+
 // Addresses in shared memory, and a stage of the ring.
 template <typename Shape>
 struct E4m3Ring {
@@ -133,10 +144,10 @@ __device__ __forceinline__ void copy_e4m3_items(E4m3Ring<Shape> ring, MoeE4m3Ite
   barrier_arrive(ring.full());
 }
 
-// total += sum * scale of the token, which is a column here, * that of the weights: `upper` of the lane's row, `lower`
-// of the one eight below.
+// Sums in `total`, from that of column 0 on, += sum * scale of the token, which is a column here, * that of the
+// weights: `upper` of the lane's row, `lower` of the one eight below.
 template <int kN>
-__device__ __forceinline__ void add_scaled_columns(float (&total)[kN / 2], const float (&sum)[kN / 2], uint32_t scales,
+__device__ __forceinline__ void add_scaled_columns(float* total, const float (&sum)[kN / 2], uint32_t scales,
                                                    float upper, float lower, int lane) {
   const uint32_t own = scales + 2 * quad_lane(lane) * sizeof(float);
 #pragma unroll
@@ -150,36 +161,48 @@ __device__ __forceinline__ void add_scaled_columns(float (&total)[kN / 2], const
   }
 }
 
+// Widens a tile's codes, 32 columns at a time, and multiplies with the first `kN` rows at `b` as soon as they are
+// there: enqueued. `scales`: those of the lane's two rows of weights.
+template <int kN>
+__device__ __forceinline__ void widen_and_multiply(float (&sum)[kN / 2], uint32_t (&a)[kWordGroups][kFragment],
+                                                   uint32_t tile, uint2 scales, uint32_t b, uint32_t tables,
+                                                   int thread) {
+  const uint32_t codes = tile + thread * sizeof(uint2);
+  each<kWordGroups>([&](auto number) {
+    constexpr int g = decltype(number)::value;
+    const uint2 words = load_shared2(codes + g * kGroupCodes);
+    widen(words.x, load_shared2(tables + table_offset<g>(scales.x)), a[g][0], a[g][2]);
+    widen(words.y, load_shared2(tables + table_offset<g>(scales.y)), a[g][1], a[g][3]);
+    mma_fence();
+    mma_e4m3<kN>(sum, a[g], k_major(b, g * kE4m3Depth), g > 0);
+  });
+  mma_commit();
+}
+
+__device__ __forceinline__ uint2 scales_of_tile(uint32_t tile, int thread) {
+  return load_shared2(tile + kCodeBytes + quad_of(thread) * sizeof(uint2));
+}
+// Of a row of weights for 128 columns; or for the first 32 that are left.
+__device__ __forceinline__ float weight_factor(uint32_t of_row) { return factor_of(of_row & ((1u << kE4m3Bits) - 1)); }
+
 // A tile's 128 columns, which have one scale.
 template <int kN>
 __device__ __forceinline__ void multiply_widened(float (&total)[kN / 2], float (&sum)[kN / 2], uint32_t tile,
                                                  uint32_t rows, uint32_t scales, uint32_t tables, int thread) {
-  constexpr uint32_t kCode = (1u << kE4m3Bits) - 1;
-  const uint2 of_rows = load_shared2(tile + kCodeBytes + quad_of(thread) * sizeof(uint2));
-  const uint32_t codes = tile + thread * sizeof(uint2), b = k_major_low(rows);
+  const uint2 of_rows = scales_of_tile(tile, thread);
   uint32_t a[kWordGroups][kFragment];
   fence_sums(sum);
-  each<kWordGroups>([&](auto number) {
-    constexpr int g = decltype(number)::value;
-    const uint2 words = load_shared2(codes + g * kGroupCodes);
-    widen(words.x, load_shared2(tables + table_offset<g>(of_rows.x)), a[g][0], a[g][2]);
-    widen(words.y, load_shared2(tables + table_offset<g>(of_rows.y)), a[g][1], a[g][3]);
-    mma_fence();
-    mma_e4m3<kN>(sum, a[g], k_major(b, g * kE4m3Depth), g > 0);
-    mma_commit();
-  });
+  widen_and_multiply<kN>(sum, a, tile, of_rows, k_major_low(rows), tables, thread);
   mma_wait<0>();
   fence_sums(sum);
-  add_scaled_columns<kN>(total, sum, scales, factor_of(of_rows.x & kCode), factor_of(of_rows.y & kCode),
-                         lane_of(thread));
+  add_scaled_columns<kN>(total, sum, scales, weight_factor(of_rows.x), weight_factor(of_rows.y), lane_of(thread));
 }
 
 // The same of a tile of which each 32 columns have a scale of their own.
 template <int kN>
 __device__ __forceinline__ void multiply_by_32(float (&total)[kN / 2], float (&sum)[kN / 2], uint32_t tile,
                                                uint32_t rows, uint32_t scales, uint32_t tables, int thread) {
-  constexpr uint32_t kCode = (1u << kE4m3Bits) - 1;
-  uint2 of_rows = load_shared2(tile + kCodeBytes + quad_of(thread) * sizeof(uint2));
+  uint2 of_rows = scales_of_tile(tile, thread);
   const uint2 table = load_shared2(tables + kNoFactor * sizeof(uint2));
   uint32_t codes = tile + thread * sizeof(uint2), b = k_major_low(rows);
 #pragma unroll 1
@@ -194,25 +217,22 @@ __device__ __forceinline__ void multiply_by_32(float (&total)[kN / 2], float (&s
     mma_commit();
     mma_wait<0>();
     fence_sums(sum);
-    add_scaled_columns<kN>(total, sum, scales, factor_of(of_rows.x & kCode), factor_of(of_rows.y & kCode),
-                           lane_of(thread));
+    add_scaled_columns<kN>(total, sum, scales, weight_factor(of_rows.x), weight_factor(of_rows.y), lane_of(thread));
     codes += kGroupCodes, b += kE4m3Depth >> kDescriptorUnit;
     of_rows.x >>= kE4m3Bits, of_rows.y >>= kE4m3Bits;
   }
 }
 
+template <typename Shape>
+using Totals = float[Shape::kDown][Shape::kRows / 2];
+
 // A warpgroup's products over all of K. Leaves with nothing in flight and all its stages handed back.
-template <typename Shape, int kN, bool kIsWidened>
-__device__ __forceinline__ void multiply_e4m3(float (&total)[Shape::kDown][kN / 2], E4m3Ring<Shape>& ring, int steps,
-                                              int group, int thread) {
-  float sum[kN / 2];
+template <typename Shape, bool kIsWidened>
+__device__ __forceinline__ void multiply_e4m3(Totals<Shape>& total, E4m3Ring<Shape>& ring, int steps, int group,
+                                              int thread) {
+  float sum[Shape::kRows / 2];
 #pragma unroll
   for (float& x : sum) x = 0;
-#pragma unroll
-  for (auto& one : total) {
-#pragma unroll
-    for (float& x : one) x = 0;
-  }
 #pragma unroll 1
   for (int step = 0; step < steps; ++step, ring.next()) {
     barrier_wait(ring.full(), ring.stage.phase);
@@ -222,15 +242,70 @@ __device__ __forceinline__ void multiply_e4m3(float (&total)[Shape::kDown][kN / 
       for (int m = 0; m < Shape::kDown; ++m) {
         const uint32_t tile = ring.weights_of(m * Shape::kGroups + group, r);
         if constexpr (kIsWidened) {
-          multiply_widened<kN>(total[m], sum, tile, ring.rows_of(r), ring.scales_of(r), ring.tables, thread);
+          multiply_widened<Shape::kRows>(total[m], sum, tile, ring.rows_of(r), ring.scales_of(r), ring.tables, thread);
         } else {
-          multiply_by_32<kN>(total[m], sum, tile, ring.rows_of(r), ring.scales_of(r), ring.tables, thread);
+          multiply_by_32<Shape::kRows>(total[m], sum, tile, ring.rows_of(r), ring.scales_of(r), ring.tables, thread);
         }
       }
     }
     __syncwarp();
     if (lane_of(thread) == 0) barrier_arrive(ring.empty());
   }
+}
+
+// The same of `kN` tokens, in two halves, of widened weights: while the matrix unit has one half of a tile, the sums of
+// the other are added up. Those of the second half wait until the next tile's first is on its way, and its stage with
+// them.
+template <typename Shape, int kN>
+__device__ __forceinline__ void multiply_in_halves(Totals<Shape>& total, E4m3Ring<Shape>& ring, int steps, int group,
+                                                   int thread) {
+  static_assert(Shape::kRun == 1, "a stage of one block of columns");
+  constexpr int kFirst = (kN / 2 + kCellColumns - 1) / kCellColumns * kCellColumns, kSecond = kN - kFirst;
+  constexpr int kLast = Shape::kDown - 1;
+  const int lane = lane_of(thread);
+  float first[kFirst / 2], second[kSecond / 2];
+#pragma unroll
+  for (float& x : second) x = 0;
+  uint32_t late_scales = ring.scales_of(0), late_stage = 0;  // of `second`
+  float late_upper = 0, late_lower = 0;
+  const auto add_second = [&](float* to) {
+    add_scaled_columns<kSecond>(to + kFirst / 2, second, late_scales + kFirst * sizeof(float), late_upper, late_lower,
+                                lane);
+  };
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step, ring.next()) {
+    barrier_wait(ring.full(), ring.stage.phase);
+    const uint32_t b = k_major_low(ring.rows_of(0)), scales = ring.scales_of(0);
+#pragma unroll
+    for (int m = 0; m < Shape::kDown; ++m) {
+      const uint32_t tile = ring.weights_of(m * Shape::kGroups + group, 0);
+      const uint2 of_rows = scales_of_tile(tile, thread);
+      uint32_t a[kWordGroups][kFragment];
+      widen_and_multiply<kFirst>(first, a, tile, of_rows, b, ring.tables, thread);
+      add_second(total[m == 0 ? kLast : m - 1]);
+      if (m == 0 && step > 0) {
+        __syncwarp();
+        if (lane == 0) barrier_arrive(late_stage);
+      }
+      fence_sums(second);
+      mma_fence();
+      each<kWordGroups>([&](auto number) {
+        constexpr int g = decltype(number)::value;
+        mma_e4m3<kSecond>(second, a[g], k_major(b, kFirst * kRowBytes + g * kE4m3Depth), g > 0);
+      });
+      mma_commit();
+      mma_wait<1>();
+      fence_sums(first);
+      late_upper = weight_factor(of_rows.x), late_lower = weight_factor(of_rows.y), late_scales = scales;
+      add_scaled_columns<kFirst>(total[m], first, scales, late_upper, late_lower, lane);
+      mma_wait<0>();
+      fence_sums(second);
+    }
+    late_stage = ring.empty();
+  }
+  add_second(total[kLast]);
+  __syncwarp();
+  if (lane == 0) barrier_arrive(late_stage);
 }
 
 // silu(gate) * up, the gate clamped above and up on both sides, NaN stays; times the share. Each step rounded by
@@ -253,15 +328,15 @@ __device__ __forceinline__ uint32_t transposed(uint32_t x) {
 
 // Of each 16 rows of a warp the first 8 are gates and the others their ups. Rows of the next product are written: 128
 // columns of each token, and their scales.
-template <typename Shape, int kN>
-__device__ __forceinline__ void store_e4m3_middle(const float (&d)[Shape::kDown][kN / 2], const MoeArgs& args,
+template <typename Shape>
+__device__ __forceinline__ void store_e4m3_middle(const Totals<Shape>& d, const MoeArgs& args,
                                                   const MoeE4m3Work& work, uint32_t out, const MoeE4m3Item& item,
                                                   int group, int thread) {
   const int lane = lane_of(thread), rows = item.rows.rows(), first = item.rows.group() * kGroupRows;
   constexpr int kTileColumns = kWeightRows / 2;
   named_sync(1, Shape::kConsumers);  // what left before has been read
 #pragma unroll
-  for (int j = 0; j < kN / kCellColumns; ++j) {
+  for (int j = 0; j < Shape::kRows / kCellColumns; ++j) {
     if (kCellColumns * j >= rows) break;
     const float2 share =
         __ldg(reinterpret_cast<const float2*>(work.shares + first + kCellColumns * j + 2 * quad_lane(lane)));
@@ -289,19 +364,19 @@ __device__ __forceinline__ void store_e4m3_middle(const float (&d)[Shape::kDown]
 }
 
 // The experts' results, by pair.
-template <typename Shape, int kN>
-__device__ __forceinline__ void store_e4m3_parts(const float (&d)[Shape::kDown][kN / 2], const MoeArgs& args,
+template <typename Shape>
+__device__ __forceinline__ void store_e4m3_parts(const Totals<Shape>& d, const MoeArgs& args,
                                                  const MoeE4m3Work& work, uint32_t out, const MoeE4m3Item& item,
                                                  int group, int thread) {
   const int lane = lane_of(thread), rows = item.rows.rows(), first = item.rows.group() * kGroupRows;
   constexpr int kChunks = Shape::kOutColumns / kChunkColumns;  // of a row
   const uint32_t own = out + quad_of(lane) * Shape::kOutPitch +
                        2 * (group * kWeightRows + warp_of(thread) * kWarpRows + 2 * quad_lane(lane));
-#pragma unroll
-  for (int m = 0; m < Shape::kDown; ++m) {
+  each<Shape::kDown>([&](auto number) {
+    constexpr int m = decltype(number)::value;
     named_sync(1, Shape::kConsumers);  // what left before has been read
 #pragma unroll
-    for (int j = 0; j < kN / kCellColumns; ++j) {
+    for (int j = 0; j < Shape::kRows / kCellColumns; ++j) {
       if (kCellColumns * j >= rows) break;
       const float* cell = d[m] + kCell * j;
       const uint32_t to = own + kCellColumns * j * Shape::kOutPitch;
@@ -316,18 +391,28 @@ __device__ __forceinline__ void store_e4m3_parts(const float (&d)[Shape::kDown][
       *reinterpret_cast<uint4*>(work.parts + pair * args.hidden + column + chunk * kChunkColumns) =
           load_shared(out + row * Shape::kOutPitch + chunk * kChunkBytes);
     }
-  }
+  });
 }
 
-template <typename Shape, bool kGateUp, int kN, bool kIsWidened>
-__device__ __forceinline__ void run_item(const MoeArgs& args, const MoeE4m3Work& work, E4m3Ring<Shape>& ring, int steps,
-                                         const MoeE4m3Item& item, int group, int thread) {
-  float total[Shape::kDown][kN / 2];
-  multiply_e4m3<Shape, kN, kIsWidened>(total, ring, steps, group, thread);
-  if constexpr (kGateUp) {
-    store_e4m3_middle<Shape, kN>(total, args, work, ring.out, item, group, thread);
+// The products of an item's rows. Of few rows of many as many columns as are needed.
+template <typename Shape>
+__device__ __forceinline__ void multiply_item(Totals<Shape>& total, E4m3Ring<Shape>& ring, int steps, int rows,
+                                              int group, int thread) {
+#pragma unroll
+  for (auto& one : total) {
+#pragma unroll
+    for (float& x : one) x = 0;
+  }
+  const uint32_t last = load_shared1(ring.weights_of(group, 0) + kCodeBytes) >> (32 - kE4m3Bits);
+  const bool widened = __shfl_sync(kAllLanes, last, 0) == kWidened;
+  if (!widened) {
+    multiply_e4m3<Shape, false>(total, ring, steps, group, thread);
+  } else if constexpr (!Shape::kMany) {
+    multiply_e4m3<Shape, true>(total, ring, steps, group, thread);
   } else {
-    store_e4m3_parts<Shape, kN>(total, args, work, ring.out, item, group, thread);
+    with_columns<Shape::kRows>(rows, [&](auto columns) {
+      multiply_in_halves<Shape, decltype(columns)::value>(total, ring, steps, group, thread);
+    });
   }
 }
 
@@ -377,24 +462,14 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     while (true) {
       barrier_wait(ring.full(), ring.stage.phase);
       const MoeE4m3Item item = announced[ring.stage.index];
-      const int rows = item.rows.rows();
+      const int rows = __shfl_sync(kAllLanes, item.rows.rows(), 0);  // that they are a warp's is not known else
       if (rows == 0) break;
-      const bool widened = load_shared1(ring.weights_of(group, 0) + kCodeBytes) >> (32 - kE4m3Bits) == kWidened;
-      const auto run = [&](auto n) {
-        run_item<Shape, kGateUp, decltype(n)::value, true>(args, work, ring, steps, item, group, thread);
-      };
-      if (!widened) {
-        run_item<Shape, kGateUp, Shape::kRows, false>(args, work, ring, steps, item, group, thread);
-      } else if constexpr (Shape::kMany) {
-        if (rows <= 64) {
-          run(std::integral_constant<int, 64>{});
-        } else if (rows <= 96) {
-          run(std::integral_constant<int, 96>{});
-        } else {
-          run(std::integral_constant<int, Shape::kRows>{});
-        }
+      Totals<Shape> total;
+      multiply_item<Shape>(total, ring, steps, rows, group, thread);
+      if constexpr (kGateUp) {
+        store_e4m3_middle<Shape>(total, args, work, ring.out, item, group, thread);
       } else {
-        run(std::integral_constant<int, Shape::kRows>{});
+        store_e4m3_parts<Shape>(total, args, work, ring.out, item, group, thread);
       }
     }
   }
