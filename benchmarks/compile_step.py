@@ -96,7 +96,9 @@ def compile_step(options: StepOptions, whole: bool = False) -> tuple[Any, int]:
     call: Any = step
     cache = abstract(jax.eval_shape(lambda: init_cache(layout, size)), parts=options.split.data)
     if whole:
-        params = device_specs(options.config(), split=options.split, drafts=options.drafts > 0)
+        params = device_specs(
+            options.config(), split=options.split, drafts=options.drafts > 0, numerics=options.numerics
+        )
         params = abstract(params) if mesh is None else {name: of_all(node) for name, node in params.items()}
         call, known = model.prefill if options.chunk > 1 else model.decode_step, options.batch * options.fed
         if options.drafts:
@@ -164,6 +166,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=1, help="with --whole")
     parser.add_argument("--tensor", type=int, default=1, help="devices with the same requests")
     parser.add_argument("--whole", action="store_true", help="the whole model, weights as released")
+    parser.add_argument("--numerics", choices=("plain", "released"), default="plain", help="with --whole")
     parser.add_argument("--drafts", type=int, default=0, help="with --whole")
     parser.add_argument("--draft-head", choices=("mtp", "dspark"), default="mtp", help="what makes them")
     parser.add_argument("--loop", type=int, default=1, help="steps of a call with drafts")
@@ -185,6 +188,7 @@ def main() -> None:
             drafts=args.drafts,
             draft_head=args.draft_head,
             loop=args.loop,
+            numerics=args.numerics,
         ),
         args.whole,
     )

@@ -20,12 +20,12 @@ constexpr int kFirstRotary = kLanes - kRope / kOwn;  // lane with the first of t
 constexpr int kQueryRows = 4;                        // short rows of a warp, where there are many
 
 struct QueryArgs {
-  const float* queries;  // [tokens, heads * dim], tokens `stride` apart
-  const float* cosine;   // [tokens, 32]
-  const float* sine;     // [tokens, 32]
-  __nv_bfloat16* out;    // [rows, dim]
-  int rows, heads;       // rows = tokens * heads
-  int stride;
+  const void* queries;  // [tokens, heads * dim] float32 or bfloat16 from column `start` on, tokens `stride` apart
+  const float* cosine;  // [tokens, 32]
+  const float* sine;    // [tokens, 32]
+  __nv_bfloat16* out;   // [rows, dim]
+  int rows, heads;      // rows = tokens * heads
+  int start, stride;
   float eps;  // of the norm; negative: no norm
   int hadamard, round_fp4;
 };
@@ -79,8 +79,16 @@ __device__ __forceinline__ void finish(const QueryArgs& args, Float4 (&x)[kWidth
   }
 }
 
+__device__ __forceinline__ Float4 load_projected(const float* p) { return load4_constant(p); }
+__device__ __forceinline__ Float4 load_projected(const __nv_bfloat16* p) {
+  constexpr uint32_t kUpper = 0xFFFF0000u;
+  const uint2 v = __ldg(reinterpret_cast<const uint2*>(p));
+  return {{__uint_as_float(v.x << 16), __uint_as_float(v.x & kUpper), __uint_as_float(v.y << 16),
+           __uint_as_float(v.y & kUpper)}};
+}
+
 // A warp takes kRows rows, which are of one token.
-template <int kWidth, int kRows>
+template <int kWidth, int kRows, typename Projected>
 __global__ void __launch_bounds__(kQueryThreads) query_kernel(const __grid_constant__ QueryArgs args) {
   constexpr int kParts = kWidth / kSweep;
   let_next_start();
@@ -89,12 +97,13 @@ __global__ void __launch_bounds__(kQueryThreads) query_kernel(const __grid_const
   const unsigned index = (blockIdx.x * kQueryWarps + threadIdx.x / kLanes) * kRows, heads = args.heads;
   if (index >= static_cast<unsigned>(args.rows)) return;
   const int64_t row = index, token = index / heads;
-  const float* queries = args.queries + token * args.stride + (index % heads) * kWidth;
+  const auto* queries =
+      static_cast<const Projected*>(args.queries) + args.start + token * args.stride + (index % heads) * kWidth;
   Float4 x[kRows][kParts];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
 #pragma unroll
-    for (int i = 0; i < kParts; ++i) x[r][i] = load4_constant(queries + r * kWidth + kSweep * i + kOwn * lane);
+    for (int i = 0; i < kParts; ++i) x[r][i] = load_projected(queries + r * kWidth + kSweep * i + kOwn * lane);
   }
   // The angles of the last 64 dims, as adjacent pairs: asked for by all lanes, beside the row.
   const int64_t at = token * kRopePairs + 2 * max(lane - kFirstRotary, 0);

@@ -23,6 +23,7 @@ struct RoundRowsArgs {
 
 constexpr int kRoundOwn = 8, kRoundThreads = 128, kRoundGroup = 128;  // columns of a thread; of a scale
 constexpr int kRoundSharers = kRoundGroup / kRoundOwn;
+constexpr int kRoundRows = 4;         // of a thread
 constexpr float kRoundFloor = 1e-4f;  // the least amax
 
 // The bits of a bf16's magnitude; NaN as zero, infinity as the greatest number.
@@ -59,29 +60,38 @@ __device__ __forceinline__ int round_eight(uint4 words, uint2& codes) {
   return exponent;
 }
 
-// Grid: pitch rows, columns in 1,024s.
+// Grid: rows in fours up to the pitch, columns in 1,024s. A thread has its columns of four rows, asked for together.
 static __global__ void __launch_bounds__(kRoundThreads) round_rows_kernel(const __grid_constant__ RoundRowsArgs args) {
   let_next_start();
   wait_for_previous();
-  const int row = blockIdx.x, column = (blockIdx.y * kRoundThreads + threadIdx.x) * kRoundOwn;
+  const int column = (blockIdx.y * kRoundThreads + threadIdx.x) * kRoundOwn;
   if (column >= args.columns) return;  // whole groups of 16 threads: columns are in 128s
   const bool first = within<kRoundSharers>(threadIdx.x) == 0;
-  float* const scale = args.scales + static_cast<size_t>(column / kRoundGroup) * args.pitch + row;
-  if (row >= args.rows) {
-    if (first) *scale = 0.f;
-    return;
+  const int row = blockIdx.x * kRoundRows;
+  uint4 words[kRoundRows] = {};
+#pragma unroll
+  for (int r = 0; r < kRoundRows; ++r) {
+    if (row + r < args.rows)
+      words[r] = __ldcs(reinterpret_cast<const uint4*>(args.x + static_cast<size_t>(row + r) * args.columns + column));
   }
-  const size_t at = static_cast<size_t>(row) * args.columns + column;
-  const uint4 words = __ldg(reinterpret_cast<const uint4*>(args.x + at));
-  uint2 codes;
-  const int exponent = round_eight(words, codes);
-  *reinterpret_cast<uint2*>(args.codes + at) = codes;
-  if (first) *scale = power_of_two(exponent);
+#pragma unroll
+  for (int r = 0; r < kRoundRows; ++r) {
+    if (row + r >= args.pitch) return;
+    float* const scale = args.scales + static_cast<size_t>(column / kRoundGroup) * args.pitch + row + r;
+    if (row + r >= args.rows) {
+      if (first) *scale = 0.f;
+      continue;
+    }
+    uint2 codes;
+    const int exponent = round_eight(words[r], codes);
+    *reinterpret_cast<uint2*>(args.codes + static_cast<size_t>(row + r) * args.columns + column) = codes;
+    if (first) *scale = power_of_two(exponent);
+  }
 }
 
 static inline cudaError_t round_rows(const RoundRowsArgs& args, cudaStream_t stream) {
   constexpr int kBlock = kRoundThreads * kRoundOwn;
-  const dim3 grid(args.pitch, (args.columns + kBlock - 1) / kBlock);
+  const dim3 grid((args.pitch + kRoundRows - 1) / kRoundRows, (args.columns + kBlock - 1) / kBlock);
   return start(round_rows_kernel, {grid, kRoundThreads}, follows, stream, args);
 }
 

@@ -37,6 +37,10 @@ struct MoeE4m3Shape {
   static constexpr int kStages = kStagesOf;
   static constexpr int kRun = kRunOf;       // blocks of 128 columns, a stage
   static constexpr bool kMany = kDown > 1;  // items of several sizes
+  static constexpr int kStageTiles =
+      kDown * kRun;  // of a warpgroup: its own of each block of columns, one after another
+  __device__ __forceinline__ static constexpr int down(int tile) { return tile % kDown; }
+  __device__ __forceinline__ static constexpr int run(int tile) { return tile / kDown; }
   static constexpr int kConsumers = kWarpgroup * kGroups;
   static constexpr int kThreads = kConsumers + kWarpgroup;
   // A thread's, of those that multiply and of those that copy: together no more than all have when the block starts.
@@ -76,15 +80,15 @@ struct MoeE4m3Product {
   int groups;     // of rows, of all experts
 };
 
-// Calls `f` with the first of these numbers of columns that `rows` fit in.
-template <int kMost, typename F>
+// Calls `f` with a number of columns that `rows` fit in: with that of the shape, or, of many, with the first of these.
+template <typename Shape, typename F>
 __device__ __forceinline__ void with_columns(int rows, const F& f) {
-  if (rows <= 64) return f(std::integral_constant<int, 64>{});
-  if (rows <= 80) return f(std::integral_constant<int, 80>{});
-  if (rows <= 96) return f(std::integral_constant<int, 96>{});
-  if (rows <= 104) return f(std::integral_constant<int, 104>{});
-  if (rows <= 112) return f(std::integral_constant<int, 112>{});
-  f(std::integral_constant<int, kMost>{});
+  if constexpr (Shape::kMany) {
+    if (rows <= 64) return f(std::integral_constant<int, 64>{});
+    if (rows <= 80) return f(std::integral_constant<int, 80>{});
+    if (rows <= 96) return f(std::integral_constant<int, 96>{});
+  }
+  f(std::integral_constant<int, Shape::kRows>{});
 }
 
 // Addresses in shared memory, and a stage of the ring.
@@ -103,6 +107,9 @@ struct E4m3Ring {
   }
   __device__ __forceinline__ uint32_t weights_of(int tile, int run) const {
     return weights + stage.index * Shape::kWeightBytes + (tile * Shape::kRun + run) * kTileBytes;
+  }
+  __device__ __forceinline__ uint32_t tile(int number, int group) const {  // of a warpgroup
+    return weights_of(Shape::down(number) * Shape::kGroups + group, Shape::run(number));
   }
   __device__ __forceinline__ void next() {
     if (++stage.index == Shape::kStages) stage.index = 0, stage.phase ^= 1;
@@ -147,8 +154,8 @@ __device__ __forceinline__ void copy_e4m3_items(E4m3Ring<Shape> ring, MoeE4m3Ite
 // Sums in `total`, from that of column 0 on, += sum * scale of the token, which is a column here, * that of the
 // weights: `upper` of the lane's row, `lower` of the one eight below.
 template <int kN>
-__device__ __forceinline__ void add_scaled_columns(float* total, const float (&sum)[kN / 2], uint32_t scales,
-                                                   float upper, float lower, int lane) {
+__device__ __forceinline__ void add_scaled_columns(float* total, const float* sum, uint32_t scales, float upper,
+                                                   float lower, int lane) {
   const uint32_t own = scales + 2 * quad_lane(lane) * sizeof(float);
 #pragma unroll
   for (int j = 0; j < kN / kCellColumns; ++j) {
@@ -161,23 +168,11 @@ __device__ __forceinline__ void add_scaled_columns(float* total, const float (&s
   }
 }
 
-// Widens a tile's codes, 32 columns at a time, and multiplies with the first `kN` rows at `b` as soon as they are
-// there: enqueued. `scales`: those of the lane's two rows of weights.
-template <int kN>
-__device__ __forceinline__ void widen_and_multiply(float (&sum)[kN / 2], uint32_t (&a)[kWordGroups][kFragment],
-                                                   uint32_t tile, uint2 scales, uint32_t b, uint32_t tables,
-                                                   int thread) {
-  const uint32_t codes = tile + thread * sizeof(uint2);
-  each<kWordGroups>([&](auto number) {
-    constexpr int g = decltype(number)::value;
-    const uint2 words = load_shared2(codes + g * kGroupCodes);
-    widen(words.x, load_shared2(tables + table_offset<g>(scales.x)), a[g][0], a[g][2]);
-    widen(words.y, load_shared2(tables + table_offset<g>(scales.y)), a[g][1], a[g][3]);
-    mma_fence();
-    mma_e4m3<kN>(sum, a[g], k_major(b, g * kE4m3Depth), g > 0);
-  });
-  mma_commit();
-}
+// What a warpgroup has of a tile of weights: A of its products, and what the lane's two rows have for scales.
+struct E4m3Tile {
+  uint32_t a[kWordGroups][kFragment];
+  uint2 scales;
+};
 
 __device__ __forceinline__ uint2 scales_of_tile(uint32_t tile, int thread) {
   return load_shared2(tile + kCodeBytes + quad_of(thread) * sizeof(uint2));
@@ -185,20 +180,25 @@ __device__ __forceinline__ uint2 scales_of_tile(uint32_t tile, int thread) {
 // Of a row of weights for 128 columns; or for the first 32 that are left.
 __device__ __forceinline__ float weight_factor(uint32_t of_row) { return factor_of(of_row & ((1u << kE4m3Bits) - 1)); }
 
-// A tile's 128 columns, which have one scale.
-template <int kN>
-__device__ __forceinline__ void multiply_widened(float (&total)[kN / 2], float (&sum)[kN / 2], uint32_t tile,
-                                                 uint32_t rows, uint32_t scales, uint32_t tables, int thread) {
-  const uint2 of_rows = scales_of_tile(tile, thread);
-  uint32_t a[kWordGroups][kFragment];
-  fence_sums(sum);
-  widen_and_multiply<kN>(sum, a, tile, of_rows, k_major_low(rows), tables, thread);
-  mma_wait<0>();
-  fence_sums(sum);
-  add_scaled_columns<kN>(total, sum, scales, weight_factor(of_rows.x), weight_factor(of_rows.y), lane_of(thread));
+// Widens groups `kFrom` .. `kTo` - 1 of 32 columns of the tile at `tile`, whose scales are there.
+template <int kFrom, int kTo>
+__device__ __forceinline__ void widen_groups(E4m3Tile& to, uint32_t tile, uint32_t tables, int thread) {
+  const uint32_t codes = tile + thread * sizeof(uint2);
+  uint2 words[kTo - kFrom], upper[kTo - kFrom], lower[kTo - kFrom];
+  each<kTo - kFrom>([&](auto number) {
+    constexpr int i = decltype(number)::value;
+    words[i] = load_shared2(codes + (kFrom + i) * kGroupCodes);
+    upper[i] = load_shared2(tables + table_offset<kFrom + i>(to.scales.x));
+    lower[i] = load_shared2(tables + table_offset<kFrom + i>(to.scales.y));
+  });
+  each<kTo - kFrom>([&](auto number) {
+    constexpr int i = decltype(number)::value, g = kFrom + i;
+    widen(words[i].x, upper[i], to.a[g][0], to.a[g][2]);
+    widen(words[i].y, lower[i], to.a[g][1], to.a[g][3]);
+  });
 }
 
-// The same of a tile of which each 32 columns have a scale of their own.
+// Products of tiles of which each 32 columns have a scale of their own, one after the other.
 template <int kN>
 __device__ __forceinline__ void multiply_by_32(float (&total)[kN / 2], float (&sum)[kN / 2], uint32_t tile,
                                                uint32_t rows, uint32_t scales, uint32_t tables, int thread) {
@@ -223,13 +223,13 @@ __device__ __forceinline__ void multiply_by_32(float (&total)[kN / 2], float (&s
   }
 }
 
-template <typename Shape>
-using Totals = float[Shape::kDown][Shape::kRows / 2];
+template <typename Shape, int kN>
+using Totals = float[Shape::kDown][kN / 2];
 
 // A warpgroup's products over all of K. Leaves with nothing in flight and all its stages handed back.
-template <typename Shape, bool kIsWidened>
-__device__ __forceinline__ void multiply_e4m3(Totals<Shape>& total, E4m3Ring<Shape>& ring, int steps, int group,
-                                              int thread) {
+template <typename Shape>
+__device__ __forceinline__ void multiply_by_32(Totals<Shape, Shape::kRows>& total, E4m3Ring<Shape>& ring, int steps,
+                                               int group, int thread) {
   float sum[Shape::kRows / 2];
 #pragma unroll
   for (float& x : sum) x = 0;
@@ -237,73 +237,114 @@ __device__ __forceinline__ void multiply_e4m3(Totals<Shape>& total, E4m3Ring<Sha
   for (int step = 0; step < steps; ++step, ring.next()) {
     barrier_wait(ring.full(), ring.stage.phase);
 #pragma unroll
-    for (int r = 0; r < Shape::kRun; ++r) {
-#pragma unroll
-      for (int m = 0; m < Shape::kDown; ++m) {
-        const uint32_t tile = ring.weights_of(m * Shape::kGroups + group, r);
-        if constexpr (kIsWidened) {
-          multiply_widened<Shape::kRows>(total[m], sum, tile, ring.rows_of(r), ring.scales_of(r), ring.tables, thread);
-        } else {
-          multiply_by_32<Shape::kRows>(total[m], sum, tile, ring.rows_of(r), ring.scales_of(r), ring.tables, thread);
-        }
-      }
-    }
+    for (int i = 0; i < Shape::kStageTiles; ++i)
+      multiply_by_32<Shape::kRows>(total[Shape::down(i)], sum, ring.tile(i, group), ring.rows_of(Shape::run(i)),
+                                   ring.scales_of(Shape::run(i)), ring.tables, thread);
     __syncwarp();
     if (lane_of(thread) == 0) barrier_arrive(ring.empty());
   }
 }
 
-// The same of `kN` tokens, in two halves, of widened weights: while the matrix unit has one half of a tile, the sums of
-// the other are added up. Those of the second half wait until the next tile's first is on its way, and its stage with
-// them.
-template <typename Shape, int kN>
-__device__ __forceinline__ void multiply_in_halves(Totals<Shape>& total, E4m3Ring<Shape>& ring, int steps, int group,
-                                                   int thread) {
-  static_assert(Shape::kRun == 1, "a stage of one block of columns");
-  constexpr int kFirst = (kN / 2 + kCellColumns - 1) / kCellColumns * kCellColumns, kSecond = kN - kFirst;
-  constexpr int kLast = Shape::kDown - 1;
-  const int lane = lane_of(thread);
-  float first[kFirst / 2], second[kSecond / 2];
-#pragma unroll
-  for (float& x : second) x = 0;
-  uint32_t late_scales = ring.scales_of(0), late_stage = 0;  // of `second`
-  float late_upper = 0, late_lower = 0;
-  const auto add_second = [&](float* to) {
-    add_scaled_columns<kSecond>(to + kFirst / 2, second, late_scales + kFirst * sizeof(float), late_upper, late_lower,
-                                lane);
-  };
-#pragma unroll 1
-  for (int step = 0; step < steps; ++step, ring.next()) {
-    barrier_wait(ring.full(), ring.stage.phase);
-    const uint32_t b = k_major_low(ring.rows_of(0)), scales = ring.scales_of(0);
-#pragma unroll
-    for (int m = 0; m < Shape::kDown; ++m) {
-      const uint32_t tile = ring.weights_of(m * Shape::kGroups + group, 0);
-      const uint2 of_rows = scales_of_tile(tile, thread);
-      uint32_t a[kWordGroups][kFragment];
-      widen_and_multiply<kFirst>(first, a, tile, of_rows, b, ring.tables, thread);
-      add_second(total[m == 0 ? kLast : m - 1]);
-      if (m == 0 && step > 0) {
-        __syncwarp();
-        if (lane == 0) barrier_arrive(late_stage);
-      }
-      fence_sums(second);
-      mma_fence();
-      each<kWordGroups>([&](auto number) {
-        constexpr int g = decltype(number)::value;
-        mma_e4m3<kSecond>(second, a[g], k_major(b, kFirst * kRowBytes + g * kE4m3Depth), g > 0);
-      });
-      mma_commit();
-      mma_wait<1>();
-      fence_sums(first);
-      late_upper = weight_factor(of_rows.x), late_lower = weight_factor(of_rows.y), late_scales = scales;
-      add_scaled_columns<kFirst>(total[m], first, scales, late_upper, late_lower, lane);
-      mma_wait<0>();
-      fence_sums(second);
-    }
-    late_stage = ring.empty();
+// How the columns (tokens) of an item are cut for `multiply_widened`: `kUnits` products of a tile of `kColumns` each.
+// The compiler lets them overlap while there are registers for two sums, and all are as wide (`-Xptxas -v` says C75xx
+// if it does not). More than 96 columns leave room for narrow ones alone.
+template <int kN>
+struct Cut {
+  static constexpr int kUnits = kN <= 32 ? 1 : kN <= 80 ? 2 : kN <= 96 ? 3 : 7;
+  static constexpr int kColumns = kN / kUnits;
+  static_assert(kN % kUnits == 0 && kColumns % kCellColumns == 0, "all are as wide");
+  // The first of a tile's groups of 32 columns of K that are widened beside a unit: all of them, spread over the units.
+  __device__ __forceinline__ static constexpr int group(int unit) { return kWordGroups * unit / kUnits; }
+};
+
+// One of two, by a number known when this is compiled: an array of them would not stay in registers.
+template <int kNumber, typename T>
+__device__ __forceinline__ T& pick(T& even, T& odd) {
+  if constexpr (kNumber % 2 == 0) {
+    return even;
+  } else {
+    return odd;
   }
-  add_second(total[kLast]);
+}
+
+// The same of widened weights and `kN` tokens. While the matrix unit has a product of some tokens, the sums of those
+// before are added up and the next tile is widened; the sums of a tile's last tokens wait for the next tile's first
+// product, and their stage with them.
+template <typename Shape, int kN>
+__device__ __forceinline__ void multiply_widened(Totals<Shape, kN>& total, E4m3Ring<Shape>& ring, int steps, int group,
+                                                 int thread) {
+  using Of = Cut<kN>;
+  constexpr int kTiles = Shape::kStageTiles, kUnits = Of::kUnits, kColumns = Of::kColumns;
+  static_assert(kTiles == 2, "each stage's tiles take turns with two sets of registers");
+  const int lane = lane_of(thread);
+  E4m3Tile even_tile, odd_tile;
+  float even_sum[kColumns / 2], odd_sum[kColumns / 2];
+#pragma unroll
+  for (float& x : even_sum) x = 0;
+#pragma unroll
+  for (float& x : odd_sum) x = 0;
+  odd_tile.scales = {0, 0};  // nothing was multiplied before: zeros are added up
+  uint32_t late_scales = ring.scales_of(0), late_stage = 0;
+  {
+    const uint32_t tile = ring.tile(0, group);
+    even_tile.scales = scales_of_tile(tile, thread);
+    widen_groups<0, kWordGroups>(even_tile, tile, ring.tables, thread);
+  }
+  const auto add = [&](auto of, auto unit, uint32_t scales) {
+    constexpr int i = decltype(of)::value, u = decltype(unit)::value;
+    const E4m3Tile& tile = pick<i>(even_tile, odd_tile);
+    add_scaled_columns<kColumns>(total[Shape::down(i)] + u * kColumns / 2, pick<i * kUnits + u>(even_sum, odd_sum),
+                                 scales + u * kColumns * sizeof(float), weight_factor(tile.scales.x),
+                                 weight_factor(tile.scales.y), lane);
+  };
+  static_assert(kTiles * kUnits % 2 == 0, "each stage begins with the same sums");
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    E4m3Ring<Shape> ahead = ring;
+    ahead.next();
+    each<kTiles>([&](auto of) {
+      constexpr int i = decltype(of)::value, kNext = (i + 1) % kTiles;
+      const uint32_t b = k_major_low(ring.rows_of(Shape::run(i)));
+      E4m3Tile &own = pick<i>(even_tile, odd_tile), &other = pick<kNext>(even_tile, odd_tile);
+      const uint32_t next = kNext > 0 ? ring.tile(kNext, group) : ahead.tile(0, group);
+      each<kUnits>([&](auto unit) {
+        constexpr int u = decltype(unit)::value, kNumber = i * kUnits + u;
+        auto& sum = pick<kNumber>(even_sum, odd_sum);
+        fence_sums(sum);
+        mma_fence();
+        each<kWordGroups>([&](auto number) {
+          constexpr int g = decltype(number)::value;
+          mma_e4m3<kColumns>(sum, own.a[g], k_major(b, u * kColumns * kRowBytes + g * kE4m3Depth), g > 0);
+        });
+        mma_commit();
+        if constexpr (kNumber > 0) {  // the product before, too, has been in flight
+          mma_wait<1>();
+          fence_sums(pick<kNumber + 1>(even_sum, odd_sum));
+        }
+        if constexpr (u == 0) {
+          // Another stage's, or that of the same stage's other columns.
+          add(std::integral_constant<int, kNext>{}, std::integral_constant<int, kUnits - 1>{}, late_scales);
+          if (i == 0 && step > 0) {
+            __syncwarp();
+            if (lane == 0) barrier_arrive(late_stage);
+          }
+          late_scales = ring.scales_of(Shape::run(i));
+          if (kNext == 0 && step + 1 < steps) barrier_wait(ahead.full(), ahead.stage.phase);
+          other.scales = scales_of_tile(next, thread);
+        } else {
+          add(of, std::integral_constant<int, u - 1>{}, late_scales);
+        }
+        // After the last step what comes next is not there: its codes are of no use.
+        if constexpr (Of::group(u) < Of::group(u + 1))
+          widen_groups<Of::group(u), Of::group(u + 1)>(other, next, ring.tables, thread);
+      });
+    });
+    mma_wait<0>();  // the compiler knows of none that are in flight from one turn to the next
+    fence_sums(pick<kTiles * kUnits - 1>(even_sum, odd_sum));
+    late_stage = ring.empty();
+    ring = ahead;
+  }
+  add(std::integral_constant<int, kTiles - 1>{}, std::integral_constant<int, kUnits - 1>{}, late_scales);
   __syncwarp();
   if (lane == 0) barrier_arrive(late_stage);
 }
@@ -328,15 +369,15 @@ __device__ __forceinline__ uint32_t transposed(uint32_t x) {
 
 // Of each 16 rows of a warp the first 8 are gates and the others their ups. Rows of the next product are written: 128
 // columns of each token, and their scales.
-template <typename Shape>
-__device__ __forceinline__ void store_e4m3_middle(const Totals<Shape>& d, const MoeArgs& args,
+template <typename Shape, int kN>
+__device__ __forceinline__ void store_e4m3_middle(const Totals<Shape, kN>& d, const MoeArgs& args,
                                                   const MoeE4m3Work& work, uint32_t out, const MoeE4m3Item& item,
                                                   int group, int thread) {
   const int lane = lane_of(thread), rows = item.rows.rows(), first = item.rows.group() * kGroupRows;
   constexpr int kTileColumns = kWeightRows / 2;
   named_sync(1, Shape::kConsumers);  // what left before has been read
 #pragma unroll
-  for (int j = 0; j < Shape::kRows / kCellColumns; ++j) {
+  for (int j = 0; j < kN / kCellColumns; ++j) {
     if (kCellColumns * j >= rows) break;
     const float2 share =
         __ldg(reinterpret_cast<const float2*>(work.shares + first + kCellColumns * j + 2 * quad_lane(lane)));
@@ -364,8 +405,8 @@ __device__ __forceinline__ void store_e4m3_middle(const Totals<Shape>& d, const 
 }
 
 // The experts' results, by pair.
-template <typename Shape>
-__device__ __forceinline__ void store_e4m3_parts(const Totals<Shape>& d, const MoeArgs& args,
+template <typename Shape, int kN>
+__device__ __forceinline__ void store_e4m3_parts(const Totals<Shape, kN>& d, const MoeArgs& args,
                                                  const MoeE4m3Work& work, uint32_t out, const MoeE4m3Item& item,
                                                  int group, int thread) {
   const int lane = lane_of(thread), rows = item.rows.rows(), first = item.rows.group() * kGroupRows;
@@ -376,7 +417,7 @@ __device__ __forceinline__ void store_e4m3_parts(const Totals<Shape>& d, const M
     constexpr int m = decltype(number)::value;
     named_sync(1, Shape::kConsumers);  // what left before has been read
 #pragma unroll
-    for (int j = 0; j < Shape::kRows / kCellColumns; ++j) {
+    for (int j = 0; j < kN / kCellColumns; ++j) {
       if (kCellColumns * j >= rows) break;
       const float* cell = d[m] + kCell * j;
       const uint32_t to = own + kCellColumns * j * Shape::kOutPitch;
@@ -394,25 +435,25 @@ __device__ __forceinline__ void store_e4m3_parts(const Totals<Shape>& d, const M
   });
 }
 
-// The products of an item's rows. Of few rows of many as many columns as are needed.
-template <typename Shape>
-__device__ __forceinline__ void multiply_item(Totals<Shape>& total, E4m3Ring<Shape>& ring, int steps, int rows,
-                                              int group, int thread) {
+// An item, of at most `kN` rows.
+template <typename Shape, bool kGateUp, int kN, bool kIsWidened>
+__device__ __forceinline__ void run_item(const MoeArgs& args, const MoeE4m3Work& work, E4m3Ring<Shape>& ring, int steps,
+                                         const MoeE4m3Item& item, int group, int thread) {
+  Totals<Shape, kN> total;
 #pragma unroll
   for (auto& one : total) {
 #pragma unroll
     for (float& x : one) x = 0;
   }
-  const uint32_t last = load_shared1(ring.weights_of(group, 0) + kCodeBytes) >> (32 - kE4m3Bits);
-  const bool widened = __shfl_sync(kAllLanes, last, 0) == kWidened;
-  if (!widened) {
-    multiply_e4m3<Shape, false>(total, ring, steps, group, thread);
-  } else if constexpr (!Shape::kMany) {
-    multiply_e4m3<Shape, true>(total, ring, steps, group, thread);
+  if constexpr (kIsWidened) {
+    multiply_widened<Shape, kN>(total, ring, steps, group, thread);
   } else {
-    with_columns<Shape::kRows>(rows, [&](auto columns) {
-      multiply_in_halves<Shape, decltype(columns)::value>(total, ring, steps, group, thread);
-    });
+    multiply_by_32<Shape>(total, ring, steps, group, thread);
+  }
+  if constexpr (kGateUp) {
+    store_e4m3_middle<Shape, kN>(total, args, work, ring.out, item, group, thread);
+  } else {
+    store_e4m3_parts<Shape, kN>(total, args, work, ring.out, item, group, thread);
   }
 }
 
@@ -464,12 +505,13 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
       const MoeE4m3Item item = announced[ring.stage.index];
       const int rows = __shfl_sync(kAllLanes, item.rows.rows(), 0);  // that they are a warp's is not known else
       if (rows == 0) break;
-      Totals<Shape> total;
-      multiply_item<Shape>(total, ring, steps, rows, group, thread);
-      if constexpr (kGateUp) {
-        store_e4m3_middle<Shape>(total, args, work, ring.out, item, group, thread);
+      const uint32_t last = load_shared1(ring.tile(0, group) + kCodeBytes) >> (32 - kE4m3Bits);
+      if (__shfl_sync(kAllLanes, last, 0) != kWidened) {
+        run_item<Shape, kGateUp, Shape::kRows, false>(args, work, ring, steps, item, group, thread);
       } else {
-        store_e4m3_parts<Shape>(total, args, work, ring.out, item, group, thread);
+        with_columns<Shape>(rows, [&](auto columns) {
+          run_item<Shape, kGateUp, decltype(columns)::value, true>(args, work, ring, steps, item, group, thread);
+        });
       }
     }
   }

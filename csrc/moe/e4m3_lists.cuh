@@ -70,6 +70,24 @@ __device__ __forceinline__ int expert_of(const MoeArgs& args, int pair) {
   return static_cast<int>(expert);
 }
 
+// Calls `f` with the number and the expert of each pair of a token that has one: the token's experts are read once.
+template <typename F>
+__device__ __forceinline__ void each_expert(const MoeArgs& args, int token, const F& f) {
+  const int32_t* const chosen = args.chosen + token * args.top;
+  int named[kMaxTop];
+#pragma unroll
+  for (int k = 0; k < kMaxTop; ++k) named[k] = k < args.top ? __ldg(chosen + k) : 0;
+#pragma unroll
+  for (int k = 0; k < kMaxTop; ++k) {
+    if (k >= args.top) break;
+    const uint32_t expert = static_cast<uint32_t>(named[k]) - static_cast<uint32_t>(args.first);
+    bool counts = expert < static_cast<uint32_t>(args.experts);
+#pragma unroll
+    for (int other = 0; other < k; ++other) counts &= named[other] != named[k];
+    if (counts) f(k, static_cast<int>(expert));
+  }
+}
+
 // What a pair's expert counts: with all shares under which the token has named it.
 __device__ __forceinline__ float share_of(const MoeArgs& args, int pair) {
   const int first = pair / args.top * args.top, mine = __ldg(args.chosen + pair);
@@ -93,12 +111,12 @@ __global__ void __launch_bounds__(kListThreads)
   const MoeE4m3Work work = moe_e4m3_work(args, nullptr);
   for (int e = threadIdx.x; e < args.experts; e += kListThreads) count[e] = before[e] = 0;
   __syncthreads();
-#pragma unroll 4
-  for (int p = threadIdx.x; p < pairs; p += kListThreads) {
-    const int e = expert_of(args, p);
-    if (e < 0) continue;
-    atomicAdd(count + e, 1);
-    if (p < from) atomicAdd(before + e, 1);
+#pragma unroll 2
+  for (int token = threadIdx.x; token < args.tokens; token += kListThreads) {
+    each_expert(args, token, [&](int k, int e) {
+      atomicAdd(count + e, 1);
+      if (token * args.top + k < from) atomicAdd(before + e, 1);
+    });
   }
   __syncthreads();
   if (threadIdx.x < kLanes) {

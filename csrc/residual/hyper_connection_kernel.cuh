@@ -91,7 +91,6 @@ struct HyperShared {
   alignas(16) float norm[kWarps][kHyperSpan];
   alignas(16) float base[kStreams], scale[kStreams];         // of pre; and what follows it
   alignas(16) float squares[kWarps][kHyperTokens];           // of x
-  alignas(16) float old[2][kHyperTokens][kHyperBack];        // post and comb of tokens' outputs: these, and the next
   alignas(16) float norms[kHyperParts][kHyperTokens];        // the same, from every block
   alignas(8) uint64_t shared_there, own_there, norms_there;  // mbarriers
 };
@@ -216,50 +215,32 @@ __device__ __forceinline__ void round_four(Four& v) {
     }
   }
 }
+template <int kCount>
+using Runs = Four[kHyperRuns][kCount];  // a lane's channels of streams
+
 __device__ __forceinline__ Four load_four(const float* p) {
   const float4 v = *reinterpret_cast<const float4*>(p);
   return {{v.x, v.y, v.z, v.w}};
 }
-template <int kCount>
-using Runs = Four[kHyperRuns][kCount];  // a lane's channels of streams
-
-// The same as they lie in memory: streams of bfloat16 in half of the registers.
-template <typename Stream>
-constexpr int kHyperWords = kHyperRuns * kHyperVector * static_cast<int>(sizeof(Stream)) / kChunkBytes;
-template <typename Stream, int kCount>
-using Loaded = uint4[kCount][kHyperWords<Stream>];
-
 // A lane's channels of `kCount` streams or outputs, `stride` numbers apart.
-template <typename Stream, int kCount>
-__device__ __forceinline__ void load_runs(Loaded<Stream, kCount>& x, const Stream* from, int stride) {
+template <int kCount>
+__device__ __forceinline__ void load_runs(Runs<kCount>& x, const float* from, int stride) {
 #pragma unroll
-  for (int j = 0; j < kCount; ++j) {
+  for (int b = 0; b < kHyperRuns; ++b) {
 #pragma unroll
-    for (int w = 0; w < kHyperWords<Stream>; ++w)
-      x[j][w] = *reinterpret_cast<const uint4*>(from + j * stride + w * HyperLane<Stream>::kApart);
+    for (int j = 0; j < kCount; ++j) x[b][j] = load_four(from + j * stride + b * HyperLane<float>::kApart);
   }
 }
 template <int kCount>
-__device__ __forceinline__ void unpack(Runs<kCount>& to, const Loaded<float, kCount>& x) {
+__device__ __forceinline__ void load_runs(Runs<kCount>& x, const __nv_bfloat16* from, int stride) {
 #pragma unroll
   for (int j = 0; j < kCount; ++j) {
-#pragma unroll
-    for (int b = 0; b < kHyperRuns; ++b) {
-      const uint4& v = x[j][b];
-      to[b][j] = {{__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)}};
-    }
-  }
-}
-template <int kCount>
-__device__ __forceinline__ void unpack(Runs<kCount>& to, const Loaded<__nv_bfloat16, kCount>& x) {
-#pragma unroll
-  for (int j = 0; j < kCount; ++j) {
-    const uint4& v = x[j][0];
+    const uint4 v = *reinterpret_cast<const uint4*>(from + j * stride);
     const uint32_t words[2 * kHyperRuns] = {v.x, v.y, v.z, v.w};
 #pragma unroll
     for (int i = 0; i < 2 * kHyperRuns; ++i) {
-      to[i / 2][j].x[i % 2 * 2] = __uint_as_float(words[i] << 16);
-      to[i / 2][j].x[i % 2 * 2 + 1] = __uint_as_float(words[i] & kUpperHalf);
+      x[i / 2][j].x[i % 2 * 2] = __uint_as_float(words[i] << 16);
+      x[i / 2][j].x[i % 2 * 2 + 1] = __uint_as_float(words[i] & kUpperHalf);
     }
   }
 }
@@ -311,22 +292,6 @@ __device__ __forceinline__ void copy_fn(const HyperArgs& args, uint32_t to, uint
     if (j == 0 && lane < kHyperChunks) copy_async(norm + chunk * kChunkBytes, args.norm + channel + four, true);
     if (j % 2 == 1) copy_commit();
   }
-}
-
-// The eight tokens' old post and comb from `first` on, by a warp. The products wait for them, too (`copy_wait`).
-template <int kWarps>
-__device__ __forceinline__ void copy_old(const HyperArgs& args, HyperShared<kWarps>& shared, int buffer, int first,
-                                         int lane) {
-  constexpr int kVectors = kHyperBack / kHyperVector;
-#pragma unroll
-  for (int i = lane; i < kHyperTokens * kVectors; i += kLanes) {
-    const int token = i / kVectors, vector = i % kVectors, row = first + token;
-    const bool given = row < args.tokens;
-    const float* const from = vector == 0 ? args.old_post + (given ? row : 0) * kStreams
-                                          : args.old_comb + ((given ? row : 0) * kStreams + vector - 1) * kStreams;
-    copy_async(shared_address(&shared.old[buffer][token][vector * kHyperVector]), from, given);
-  }
-  copy_commit();
 }
 
 // This lane's part of a token's squares.
@@ -466,42 +431,25 @@ __global__ void __launch_bounds__(kLanes*(kWarps + 1), kWarps <= 8 ? 2 : 1)
   };
   if (kMany || early) ask_for_weights();
   wait_for_previous();
-  int first = blockIdx.y * kHyperTokens;
-  Loaded<Stream, kStreams> streams = {};
-  Loaded<Stream, 1> outputs[kHyperOutputs] = {};
-  const bool writes = args.outputs[0] != nullptr;
-  const auto place = [&] { return (first + n) * uint32_t{kWidth} + channel; };  // of an output; of streams further on
-  const auto place_of_streams = [&] { return place() + (first + n) * 3 * uint32_t{kWidth}; };
-  const auto load_output = [&](int i) {
-    if (first + n < args.tokens && args.outputs[i] != nullptr)
-      load_runs<Stream, 1>(outputs[i], static_cast<const Stream*>(args.outputs[i]) + place(), 0);
-  };
-  const auto load_tokens = [&] {  // where there is none, the last one's stay
-    if (first + n < args.tokens)
-      load_runs<Stream, kStreams>(streams, static_cast<const Stream*>(args.streams) + place_of_streams(), kWidth);
-    load_output(0);
-  };
-  load_tokens();
-  if (!kMany && !early) ask_for_weights();
-  load_output(1);
-  for (int phase = 0, begun = 0;; phase ^= 1, begun = 1) {
-    const bool there = first + n < args.tokens, in_x = first + n < args.x_rows;
-    const uint32_t at = place();
-    Runs<kStreams> x;
-    unpack(x, streams);
-    if (there && writes) {
-      Runs<1> y, more;
-      unpack(y, outputs[0]), unpack(more, outputs[1]);
-      const float* const old = shared.old[phase][n];
-      const Four post = load_four(kMany && begun ? old : args.old_post + (first + n) * kStreams);
-      Four comb[kStreams];
+  for (int first = blockIdx.y * kHyperTokens, phase = 0;; phase ^= 1) {
+    const int token = first + n;
+    const bool there = token < args.tokens, written = there && args.outputs[0] != nullptr;
+    const uint32_t at = token * uint32_t{kWidth} + channel, row = at + token * 3 * uint32_t{kWidth};
+    Runs<kStreams> x = {};
+    Runs<1> y = {}, more = {};
+    Four post = {}, comb[kStreams] = {};
+    if (there) load_runs(x, static_cast<const Stream*>(args.streams) + row, kWidth);
+    if (written) {
+      load_runs(y, static_cast<const Stream*>(args.outputs[0]) + at, 0);
+      post = load_four(args.old_post + token * kStreams);
 #pragma unroll
-      for (int j = 0; j < kStreams; ++j)
-        comb[j] =
-            load_four(kMany && begun ? old + (1 + j) * kStreams : args.old_comb + ((first + n) * kStreams + j) * kStreams);
-      write_outputs<kWidth, Stream>(args, place_of_streams(), y, more, post, comb, x);
+      for (int j = 0; j < kStreams; ++j) comb[j] = load_four(args.old_comb + (token * kStreams + j) * kStreams);
     }
-    if (kMany && writes && warp == 0) copy_old<kWarps>(args, shared, phase ^ 1, first + gridDim.y * kHyperTokens, lane);
+    if (!kMany && !early) ask_for_weights();
+    if (written && args.outputs[1] != nullptr) load_runs(more, static_cast<const Stream*>(args.outputs[1]) + at, 0);
+    cluster_wait();
+
+    if (written) write_outputs<kWidth, Stream>(args, row, y, more, post, comb, x);
     float squares = lanes_sum<kQuad>(squares_of(x));
 
     // Products: rows of fn by tokens. Of halves high x high, low x high, high x low, each a sum of its own.
@@ -541,7 +489,6 @@ __global__ void __launch_bounds__(kLanes*(kWarps + 1), kWarps <= 8 ? 2 : 1)
     store_products(shared.sums[warp], upper, lower, n, c);
     if (c == 0) shared.sums[warp].squares[n] = squares;
     named_sync(1, kConsumers);
-    cluster_wait();  // all have read what was sent last
 
     send_sums(shared, rank, head, shared_there, own_there);
     barrier_wait(shared_there, phase);
@@ -567,14 +514,10 @@ __global__ void __launch_bounds__(kLanes*(kWarps + 1), kWarps <= 8 ? 2 : 1)
       send(shared_address(&shared.norms[rank][piece]), norms_there, to,
            tree4<kWarps, kHyperTokens>(&shared.squares[0][piece]));
     }
+    barrier_wait(norms_there, phase);
     first += gridDim.y * kHyperTokens;
     const bool last = !kMany || first >= args.tokens;
-    if (!last) {  // the next tokens' way is hidden behind the squares'
-      load_tokens();
-      load_output(1);
-    }
-    barrier_wait(norms_there, phase);
-    if (last && !in_x) return;
+    if (last && token >= args.x_rows) return;
     factor = rsqrtf(tree<kHyperParts, kHyperTokens>(&shared.norms[0][n]) * kOfWidth + args.eps);
     if (!last) {
       // Nobody sends to a block again before all its threads are here, which have read what was sent.

@@ -57,14 +57,16 @@ def _attribute(value: Any) -> Any:
     return np.float32(value) if isinstance(value, float | np.floating) else value
 
 
-def float_columns(values: Values, multiple: int = 4) -> tuple[jax.Array, int]:
+def float_columns(values: Values, multiple: int = 4, *, rounded: bool = False) -> tuple[jax.Array, int]:
     """A float32 matrix [T, total] and the first of its columns that hold `values`.
 
     Columns are left in place where both are multiples of `multiple`, by default what loads of 16 bytes ask for.
+    `rounded`: bfloat16 values stay so, of which loads of 16 bytes ask for twice as many.
     """
-    if isinstance(values, Columns) and values.dtype == jnp.float32:
-        total = values.matrix.shape[1]
-        if values.start % multiple == total % multiple == 0:
+    dtype = jnp.bfloat16 if rounded and values.dtype == jnp.bfloat16 else jnp.float32
+    if isinstance(values, Columns) and values.dtype == dtype:
+        total, step = values.matrix.shape[1], multiple * (2 if dtype == jnp.bfloat16 else 1)
+        if values.start % step == total % step == 0:
             return values.matrix, values.start
-    values = dense(values).astype(jnp.float32)
+    values = dense(values).astype(dtype)
     return values.reshape(values.shape[0], math.prod(values.shape[1:])), 0

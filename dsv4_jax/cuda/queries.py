@@ -49,7 +49,7 @@ def call(arguments: QueriesArguments) -> jax.Array:
     if isinstance(queries, Product) and _multiplies(queries, arguments.eps):
         operands = queries.x, queries.weights, *tables
         return launch("query_product", "dsv4_query_product", result, *operands, **steps)
-    matrix, start = float_columns(queries)
+    matrix, start = float_columns(queries, rounded=True)
     return launch("queries", "dsv4_finish_queries", result, matrix, *tables, start=start, **steps)
 
 

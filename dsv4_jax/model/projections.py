@@ -11,7 +11,7 @@ import numpy as np
 
 from ..ops.attend import CHUNK
 from ..ops.columns import Columns, Product, Values
-from .numerics import linear
+from .numerics import linear, product
 from .weights.params import Params
 from .weights.quantised import Matrix, Quantised, rounds_rows
 from .weights.stacking import Stacked, matrices_of
@@ -20,7 +20,8 @@ __all__ = ["products"]
 
 
 def products(p: Params, group: str, x: jax.Array) -> Mapping[str, Values]:
-    """x [T, in] times every matrix of a group the layer has: name -> [T, out] float32, `Columns` of stacked ones.
+    """x [T, in] times every matrix of a group the layer has: name -> [T, out] float32, `Columns` of stacked ones (of
+    queries bfloat16 where products are rounded to it).
 
     Of `CHUNK` tokens or more the stacked queries are a `Product` that is still to be made. Beside matrices whose
     products round rows, as the released model's do, all products are alike (`linear`).
@@ -40,8 +41,11 @@ def _columns(stack: Stacked, x: jax.Array, alike: bool) -> dict[str, Values]:
         # A long chunk's queries are multiplied by the kernel that finishes them.
         x, weight = x.astype(stack.weight.dtype), stack.weight
         return {name: Product(x, weight[start : start + width], (width,)) for name, start, width in parts}
-    product = linear(x, stack.weight, alike=alike)
-    return {name: Columns(product, start, (width,)) for name, start, width in parts}
+    if stack.names[0] == "wq_b" and rounds_rows(stack.weight):
+        made = product(x, stack.weight, dtype=jnp.bfloat16)  # as which it is made: queries need no wider copy of it
+    else:
+        made = linear(x, stack.weight, alike=alike)
+    return {name: Columns(made, start, (width,)) for name, start, width in parts}
 
 
 def _is_bf16(weight: Matrix) -> TypeGuard[jax.Array]:

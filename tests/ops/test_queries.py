@@ -9,6 +9,7 @@ import pytest
 
 from dsv4_jax.formats import index_format
 from dsv4_jax.ops.columns import Product
+from dsv4_jax.ops.columns import Columns
 from dsv4_jax.ops.queries import finish_queries
 
 from ..oracle import rows as oracle
@@ -66,6 +67,17 @@ class QueriesTest(OpTest):
         with self.asked(dim=q.shape[-1], rotate=rotate):
             actual = self.run(q, position, freq, eps=eps, rotate=rotate)
             np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=2e-5)
+
+    @pytest.mark.parametrize(("shape", "start"), [("index", 64), ("index", 4), ("kv", 8)])
+    def test_bfloat16_columns_are_as_their_float32(self, shape: str, start: int) -> None:
+        """Bit for bit, where they lie or (no multiple of 16 bytes) cut."""
+        q, position, freq = self.case(shape if shape in SHAPES else next(s for s in SHAPES if SHAPES[s][2] == 512))
+        tokens, heads, dim = q.shape
+        matrix = np.random.default_rng(start).standard_normal((tokens, start + heads * dim + 64)).astype(jnp.bfloat16)
+        columns = Columns(jnp.asarray(matrix), start, (heads, dim))
+        made = jit_finish(columns, jnp.asarray(position, jnp.int32), freq, eps=1e-6, implementation=self.implementation)
+        wide = np.asarray(columns.cut(), np.float32)
+        np.testing.assert_array_equal(np.asarray(made).astype(np.float64), self.run(wide, position, freq, eps=1e-6))
 
     def test_fp4_rounding(self) -> None:
         q, position, freq = self.case("index")
