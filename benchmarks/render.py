@@ -298,9 +298,9 @@ COLUMNS: dict[str, str] = {
     "required / goal = @limits | verdict = @verdict",
     "models": "model = model | numerics = numerics | devices = @devices | layers = @kinds | requests = batch | "
     "context = context:tokens | chunk = chunk | steps a call = loop | drafts = @drafts | ms = step_ms | "
-    "a token, ms = token_ms | verifying alone, ms = verify_ms | drafting, ms = drafting_ms | its floor, ms = drafting_floor_ms | "
-    "exchanges alone, ms = exchange_ms | a layer = layer_ms | floor, ms = @floor | over the floor = over_floor:times | "
-    "GB = moved_gb | GB/s = gb_per_s | experts = experts | "
+    "a token, ms = token_ms | verifying alone, ms = verify_ms | drafting, ms = drafting_ms | "
+    "its floor, ms = drafting_floor_ms | exchanges alone, ms = exchange_ms | a layer = layer_ms | "
+    "floor, ms = @floor | over the floor = over_floor:times | GB = moved_gb | GB/s = gb_per_s | experts = experts | "
     "of a stage = draft_experts | sum of kernels, ms = kernel_ms | launches = launches | "
     "tokens/s = tokens_per_s | host, us = dispatch_us | required / goal = @limits | verdict = @verdict",
     "generate": "model = model | layers = layers | prompts = prompts | tokens of prompts = prompt_tokens | "
