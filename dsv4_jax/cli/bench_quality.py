@@ -159,7 +159,8 @@ def quality_table(rows: list[dict[str, Any]]) -> Table:
         if _form(row) != last:
             table.add_section()
             last = _form(row)
-        cells = [last, row["kv_format"], row["index_format"], row["key_split"], f"{row['loss']:.4f}"]
+        formats = row["kv_format"], row["index_format"], row["key_split"]
+        cells = [last.removesuffix(" weights"), *formats, f"{row['loss']:.4f}"]
         forms = {"loss_change": "+.4f", "kl": ".1e", "decoded_kl": ".1e", "same_token": ".2%", "same_entries": ".1%"}
         table.add_row(*cells, *(_interval(row, name, form) for name, form in forms.items()))
     return table
@@ -178,8 +179,8 @@ def acceptance_table(rows: list[dict[str, Any]]) -> Table:
 
 
 def _form(row: dict[str, Any]) -> str:
-    """What a row's weights are, and its numerics where these are not plain."""
-    return f"{row['numerics']} numerics, {row['weights']}" if row.get("numerics") else row["weights"]
+    """A row's weights, or its numerics where these are not plain: they say what the weights are."""
+    return f"{row['numerics']} numerics" if row.get("numerics") else f"{row['weights']} weights"
 
 
 def _interval(row: dict[str, Any], name: str, form: str) -> str:
@@ -229,7 +230,7 @@ def picture(rows: list[dict[str, Any]], *, device: str) -> Any:
                         **{**look(i, markers=True), "linestyle": "none"},
                         label=f"{key} index keys",
                     )
-            for axes, title in ((left, f"KL, nats a token; {form} weights"), (right, "Entries picked alike, %")):
+            for axes, title in ((left, f"KL, nats a token; {form}"), (right, "Entries picked alike, %")):
                 axes.set(title=title, ylim=(len(kinds) - 0.5, -0.5))
                 tick(axes.yaxis, range(len(kinds)), lambda at: kinds[at])
             left.set_xlim(left=0)

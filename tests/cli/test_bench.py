@@ -278,11 +278,11 @@ def test_quality(capsys, tmp_path, monkeypatch):
     assert main([*argv, "--json", str(file), "--plot", str(drawn)]) == 0
     table = capsys.readouterr().out
     assert "-0.0010" in table and "2.0e-04 ±1.0e-04" in table and "97.0% ±1.0%" in table and "1.80" in table
-    assert "released numerics" in table
+    assert "│ released numerics │ f32 " in table
     report = json.loads(file.read_text())
     assert [row["table"] for row in report["rows"]] == ["quality"] * 2 + ["acceptance"] * 3
     assert records.check(report | {"quick": False, "commit": "0123abc"})
-    assert "KL, nats a token; released numerics, released weights" in drawn.read_text()
+    assert "KL, nats a token; released numerics" in drawn.read_text()
     (tmp_path / "records").mkdir()
     (tmp_path / "records" / "r.json").write_text(json.dumps(report | {"commit": "0123abc", "quick": False}))
     page = pages(tmp_path)["RESULTS.md"]
