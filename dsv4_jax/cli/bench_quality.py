@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, get_args
 
 import numpy as np
-from rich.table import Table
+from rich.table import Column, Table
 
 from ..config import DSV4Config
 from ..errors import OptionError
@@ -151,7 +151,8 @@ def quality_table(rows: list[dict[str, Any]]) -> Table:
     first = rows[0]
     text = f"{first['tokens']:,} tokens in {first['windows']} windows of {first['context']:,}"
     title = f"{text}; ± is half an interval of 95 %"
-    table = Table("weights", "rows", "index keys", "key split", title=title, title_justify="left")
+    split = Column("key split", no_wrap=True)
+    table = Table("weights", "rows", "index keys", split, title=title, title_justify="left")
     for name in ("loss", "change", "KL", "KL, decode", "same token", "same entries"):
         table.add_column(name, justify="right", no_wrap=True)
     last = _form(first)
