@@ -82,7 +82,7 @@ TABLES: dict[str, Table] = {
     # as many and drafts none; `drafting_ms`: what is left; `draft_experts`: how many a stage of DSpark reads.
     "models": Table(
         _fields(
-            text="model implementation key_split exchange draft_head verdict problem",
+            text="model implementation key_split exchange draft_head numerics verdict problem",
             number="layers batch context chunk devices tensor drafts loop compile_s weights_gb cache_gb temp_mb "
             "launches tokens_per_s experts token_ms exchange_ms required_ms goal_ms "
             "tokens_a_step verify_ms drafting_ms drafting_floor_ms draft_experts "
@@ -91,7 +91,8 @@ TABLES: dict[str, Table] = {
             flag="cache_in_place",
             parts="kinds floor_us kernels xla exchange_us",
         ),
-        "model layers batch context chunk loop implementation key_split devices tensor drafts draft_head exchange",
+        "model layers batch context chunk loop implementation key_split devices tensor drafts draft_head exchange "
+        "numerics",
     ),
     # Prompts continued by `dsv4-jax generate`, as it reports them; `bench_step_ms`: the step as `models` times it.
     "generate": Table(
@@ -121,22 +122,22 @@ TABLES: dict[str, Table] = {
     # picked entries; `..._half` is half an interval of 95 %, `against` what KL, change and shares compare with.
     "quality": Table(
         _fields(
-            text="weights kv_format index_format key_split implementation against",
+            text="weights numerics kv_format index_format key_split implementation against",
             number="tokens windows context requests chunk decoded loss loss_half loss_change loss_change_half kl "
             "kl_half same_token same_token_half same_entries same_entries_half decoded_loss decoded_loss_half "
             "decoded_kl decoded_kl_half seconds tokens_per_s",
         ),
-        "weights kv_format index_format key_split implementation context",
+        "weights numerics kv_format index_format key_split implementation context",
     ),
     # Drafts of its MTP layer (`head` None) or of DSpark's stages on the same text, as `acceptance.measure_acceptance`
     # reports them; `rule`: what keeps a draft (None: "coupled").
     "acceptance": Table(
         _fields(
-            text="weights kv_format index_format implementation head rule",
+            text="weights numerics kv_format index_format implementation head rule",
             number="temperature draft drafts accepted accepted_half accepted_after_others accepted_after_others_half "
             "tokens_a_step places windows context requests seconds",
         ),
-        "weights head rule temperature draft drafts kv_format index_format implementation context",
+        "weights numerics head rule temperature draft drafts kv_format index_format implementation context",
     ),
     # Blocks between the device and pinned host memory: times, and shares of the copy ceiling.
     "swap": Table(

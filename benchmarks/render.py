@@ -296,11 +296,11 @@ COLUMNS: dict[str, str] = {
     "key split = key_split | ms = step_ms | floor, ms = @floor | over the floor = over_floor:times | "
     "tokens/s = tokens_per_s | sum of kernels, ms = kernel_ms | temporaries, MB = temp_mb | host, us = dispatch_us | "
     "required / goal = @limits | verdict = @verdict",
-    "models": "model = model | devices = @devices | layers = @kinds | requests = batch | context = context:tokens | "
-    "chunk = chunk | steps a call = loop | drafts = @drafts | ms = step_ms | a token, ms = token_ms | "
-    "verifying alone, ms = verify_ms | drafting, ms = drafting_ms | its floor, ms = drafting_floor_ms | "
-    "exchanges alone, ms = exchange_ms | a layer = layer_ms | floor, ms = @floor | over the floor = over_floor:times | "
-    "GB = moved_gb | GB/s = gb_per_s | experts = experts | "
+    "models": "model = model | numerics = numerics | devices = @devices | layers = @kinds | requests = batch | "
+    "context = context:tokens | chunk = chunk | steps a call = loop | drafts = @drafts | ms = step_ms | "
+    "a token, ms = token_ms | verifying alone, ms = verify_ms | drafting, ms = drafting_ms | "
+    "its floor, ms = drafting_floor_ms | exchanges alone, ms = exchange_ms | a layer = layer_ms | "
+    "floor, ms = @floor | over the floor = over_floor:times | GB = moved_gb | GB/s = gb_per_s | experts = experts | "
     "of a stage = draft_experts | sum of kernels, ms = kernel_ms | launches = launches | "
     "tokens/s = tokens_per_s | host, us = dispatch_us | required / goal = @limits | verdict = @verdict",
     "generate": "model = model | layers = layers | prompts = prompts | tokens of prompts = prompt_tokens | "
@@ -311,11 +311,11 @@ COLUMNS: dict[str, str] = {
     "serve": "model = model | layers = layers | streams = streams | tokens of prompts = prompt_tokens | "
     "of answers = new_tokens | temperature = temperature | through = through | tokens/s = tokens_per_s | "
     "first token, ms = first_ms | p99 = first_p99_ms | between tokens, ms = between_ms | p99 = between_p99_ms",
-    "quality": "weights = weights | rows = kv_format | index keys = index_format | key split = key_split | "
-    "kernels = implementation | tokens = tokens | context = context:tokens | loss = @loss | change = @change | "
-    "KL = @kl | same token = @same token | same entries = @same entries",
-    "acceptance": "weights = weights | by = @head | temperature = temperature | kept by the rule = rule | "
-    "draft = draft | places = places | "
+    "quality": "weights = weights | numerics = numerics | rows = kv_format | index keys = index_format | "
+    "key split = key_split | kernels = implementation | tokens = tokens | context = context:tokens | "
+    "loss = @loss | change = @change | KL = @kl | same token = @same token | same entries = @same entries",
+    "acceptance": "weights = weights | numerics = numerics | by = @head | temperature = temperature | "
+    "kept by the rule = rule | draft = draft | places = places | "
     "accepted = @accepted | after others = @after | tokens a step = tokens_a_step",
     "swap": "blocks = blocks | ids = ids | direction = direction | kernel, us = kernel_us | "
     "kernel = kernel_of_copy:percent | a call, us = us | calls in a row = of_copy:percent | "

@@ -19,7 +19,7 @@ import numpy as np
 
 from ..cache import KVCache, init_cache
 from ..capacity import capacity
-from ..config import DSV4Config
+from ..config import DSV4Config, Numerics
 from ..layout import CacheLayout
 from ..manager import KVCacheManager, Request, StepShape
 from ..model.draft_steps import draft_step
@@ -40,6 +40,7 @@ def measure_acceptance(
     temperature: float,
     *,
     rule: str = "coupled",
+    numerics: Numerics = "plain",
     kv_format: str = "fp8",
     index_format: str = "fp4",
     implementation: Choice = None,
@@ -51,11 +52,13 @@ def measure_acceptance(
         drafts: of each step.
         temperature: of drafts and of what verifies them; 0: greedy. A window's number is its seed.
         rule: what keeps a draft, the `acceptance` of `draft_step`; of no matter where all is greedy.
+        numerics: those of the parameters.
 
     Raises:
         CacheError: a layout, or drafts, that the model cannot have.
     """
-    layout = CacheLayout(cfg, kv_format, index_format, draft_tokens=drafts, include_drafts=True)
+    choices: dict[str, Any] = dict(draft_tokens=drafts, include_drafts=True, numerics=numerics)
+    layout = CacheLayout(cfg, kv_format, index_format, **choices)
     size = capacity(layout, max_requests=feeding.requests, max_context=feeding.context + drafts).size
     manager, cache = KVCacheManager(layout, size), init_cache(layout, size)
     prefill = manager.pinned_shape(feeding.requests, feeding.chunk, history=True)
@@ -105,6 +108,7 @@ def measure_acceptance(
         yield dict(
             head="mtp" if cfg.dspark is None else "dspark",
             rule=rule if temperature else None,
+            numerics=None if numerics == "plain" else numerics,
             temperature=temperature,
             draft=place,
             drafts=drafts,

@@ -2,8 +2,8 @@
 
 Windows of a text go through the cache as a server's requests do: several side by side, prompts in chunks that they
 share, then a token a step for all of them; the tokens are always those of the text. Every variant runs the same steps,
-so that each token's probabilities stand beside those of the reference: the same weights, with rows and index keys in
-float32. The reference of other weights is itself compared with that of float32 weights.
+so that each token's probabilities stand beside those of the reference: the same weights and numerics, with rows and
+index keys in float32. Each other reference is itself compared with that of float32 weights.
 
 Intervals are of 95 %, of the mean over windows (Student's t): tokens of one window are not independent.
 """
@@ -25,7 +25,7 @@ import numpy as np
 
 from ..cache import KVCache, init_cache
 from ..capacity import capacity
-from ..config import AttentionType, DSV4Config
+from ..config import AttentionType, DSV4Config, Numerics
 from ..errors import OptionError
 from ..layout import CacheLayout, CacheSize, KeySplit
 from ..manager import KVCacheManager, Request, StepShape
@@ -39,7 +39,24 @@ from ..model.weights.params import Params
 from ..ops.registry import Choice
 from ..plan import PackedPlan
 
-__all__ = ["REFERENCE", "Feeding", "Mean", "Variant", "measure_quality", "reference_bytes", "variants", "windows_of"]
+__all__ = [
+    "REFERENCE",
+    "Feeding",
+    "Form",
+    "Mean",
+    "Variant",
+    "measure_quality",
+    "reference_bytes",
+    "variants",
+    "windows_of",
+]
+
+
+class Form(NamedTuple):
+    """What weights are held in, and what their products round."""
+
+    weights: str
+    numerics: Numerics = "plain"
 
 
 class Variant(NamedTuple):
@@ -294,8 +311,8 @@ class _Ready:
 
 def measure_quality(
     cfg: DSV4Config,
-    load: Callable[[str], Params],
-    weights: Sequence[str],
+    load: Callable[[Form], Params],
+    forms: Sequence[Form],
     chosen: Sequence[Variant],
     feeding: Feeding,
     *,
@@ -307,7 +324,8 @@ def measure_quality(
 
     Args:
         load: gives the parameters in one of these forms.
-        weights: forms, with "float32" first if it is among them: the others' references are compared with its own.
+        forms: with that of "float32" weights first if it is among them: the others' references are compared with its
+            own.
         chosen: as `variants` gives them.
         compilers: how many steps are compiled at a time.
         on_start: told what comes next.
@@ -316,17 +334,18 @@ def measure_quality(
         CacheError: a layout, or a kernel, that is not possible.
     """
     of_float32: _Beside | None = None
-    for form in weights:
-        on_start(f"weights, {form}")
+    for form in forms:
+        name = f"{form.weights} weights, {form.numerics} numerics"
+        on_start(name)
         params, reference = load(form), None
         with ThreadPoolExecutor(compilers) as pool:
-            compile_ = partial(_prepared, cfg, params, feeding, implementation, pool)
+            compile_ = partial(_prepared, cfg, params, feeding, form.numerics, implementation, pool)
             ready = []
             for variant in chosen:
-                on_start(f"{form}, {variant}: tracing")
+                on_start(f"{name}, {variant}: tracing")
                 ready.append(compile_(variant, compared=variant != REFERENCE or of_float32 is not None))
             for each in ready:
-                on_start(f"{form}, {each.variant}")
+                on_start(f"{name}, {each.variant}")
                 first = each.variant == REFERENCE
                 beside = of_float32 if first else reference
                 row, losses, seen = _measured(each, params, feeding, beside.seen if beside else None, keep=first)
@@ -336,20 +355,23 @@ def measure_quality(
                 row["against"] = ("float32 weights" if first else "float32 rows") if beside else None
                 if first:
                     reference = _Beside(seen, losses)
-                    of_float32 = reference if form == "float32" else of_float32
-                yield {"weights": form, **row, "implementation": implementation}
+                    of_float32 = reference if form.weights == "float32" else of_float32
+                own = dict(weights=form.weights, numerics=None if form.numerics == "plain" else form.numerics)
+                yield {**own, **row, "implementation": implementation}
 
 
 def _prepared(
     cfg: DSV4Config,
     params: Params,
     feeding: Feeding,
+    numerics: Numerics,
     implementation: Choice,
     pool: ThreadPoolExecutor,
     variant: Variant,
     compared: bool,
 ) -> _Ready:
-    layout = CacheLayout(cfg, variant.kv_format, variant.index_format, key_split=variant.key_split)
+    given: dict[str, Any] = dict(key_split=variant.key_split, numerics=numerics)
+    layout = CacheLayout(cfg, variant.kv_format, variant.index_format, **given)
     shapes = _shapes(layout, feeding)
     cache = jax.eval_shape(partial(init_cache, layout, shapes.size))
 

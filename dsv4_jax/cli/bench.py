@@ -24,7 +24,7 @@ from ..bench.shapes import CASES, OPS, QUICK, DraftHead, select
 from ..config import Numerics
 from ..errors import OptionError
 from ..layout import KeySplit
-from .bench_quality import OPTIONS, acceptance_table, add_options, draw, measured, quality_table
+from .bench_quality import OPTIONS, acceptance_table, add_options, draw, listed, measured, quality_table
 from .bench_steps import fits, model_options, step_options
 from .models import BUILT_IN
 from .options import PROGRAM, add_command, add_json, naming, option, refuse_same, start_jax
@@ -106,8 +106,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     option(step, "--drafts", natural, "N", drafts, choices=range(9))
     head = "model: what makes them, an MTP layer (at most 3; the default) or DSpark's stages (at most 5)"
     step.add_argument("--draft-head", choices=get_args(DraftHead), help=head)
-    numerics = "model: released rounds rows of products to e4m3 (default: plain)"
-    step.add_argument("--numerics", choices=get_args(Numerics), help=numerics)
+    numerics = "plain, released: of a model and of quality; released rounds rows of products to e4m3 (default: plain)"
+    option(step, "--numerics", listed(get_args(Numerics)), "NAME,...", numerics)
     option(step, "--steps", positive, "N", "calls per synchronisation (default: 20)")
     option(step, "--loop", positive, "K", "steps in one executable (default: 1)")
     xla = "compiler option of the step, such as xla_gpu_enable_triton_gemm=false"
@@ -130,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
     if not ops:
         _refuse_given(args, _OP_OPTIONS, "is for ops, not for a step")
     if args.numerics and "model" not in whole:
-        raise OptionError("--numerics: of a model's whole layers, name `model`")
+        raise OptionError("--numerics: of a model's whole layers, name `model` or `quality`")
     if not whole:
         _refuse_given(args, _STEP_DEFAULTS, "is for a step: name `step` or `model`")
     for name, default in _STEP_DEFAULTS.items():
@@ -200,9 +200,7 @@ def run(args: argparse.Namespace) -> int:
 def _quality(args: argparse.Namespace, asked: list[str]) -> int:
     if asked != ["quality"]:
         raise OptionError("OP: quality is measured by itself")
-    _refuse_given(
-        args, ("shapes", "model", "layers", "profile", "devices", "tensor", "numerics", "xla"), "is not for quality"
-    )
+    _refuse_given(args, ("shapes", "model", "layers", "profile", "devices", "tensor", "xla"), "is not for quality")
     args.chunk = args.chunk or 1
     refuse_same({"--json": args.json, "--plot": args.plot, "--text": args.text})
     import jax
@@ -262,10 +260,11 @@ def _whole_steps(
 
     for options in steps:
         yield "steps", report(options, lambda: step.measure_step(options, top))  # noqa: B023
-    split = None
+    held = None
     for options in models:
-        if options.split != split:
-            split, params, mesh, cfg = options.split, None, model.mesh_of(options), model.model_config(options)
+        if (options.split, options.numerics) != held:
+            held, params = (options.split, options.numerics), None
+            mesh, cfg = model.mesh_of(options), model.model_config(options)
             how: dict[str, Any] = dict(drafts=options.drafts > 0, numerics=options.numerics, mesh=mesh)
             params = init_params(cfg, 0, "released", packed=True, progress=show, **how)
         yield "models", report(options, lambda: model.measure_model(options, params, top))  # noqa: B023

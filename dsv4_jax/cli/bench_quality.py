@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, get_args
 
 import numpy as np
-from rich.table import Table
+from rich.table import Column, Table
 
 from ..config import DSV4Config
 from ..errors import OptionError
@@ -22,7 +22,7 @@ from .options import naming, option
 from .printing import Progress
 from .values import given_path, positive, short
 
-__all__ = ["OPTIONS", "acceptance_table", "add_options", "draw", "measured", "picture", "quality_table"]
+__all__ = ["OPTIONS", "acceptance_table", "add_options", "draw", "listed", "measured", "picture", "quality_table"]
 
 OPTIONS = ("checkpoint", "text", "tokens", "weights", "kv_format", "index_format")
 _RULES = ((0.0, "coupled"), (1.0, "coupled"), (1.0, "standard"))  # temperatures of drafts, and what keeps them
@@ -40,10 +40,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     option(group, "--text", given_path, "FILE", text)
     option(group, "--tokens", positive, "N", "most tokens of the text (default: 1,048,576; of a quick run 4,096)")
     for name, known in (("--weights", FORMS), ("--kv-format", KV_FORMATS), ("--index-format", INDEX_FORMATS)):
-        option(group, name, _listed(tuple(known)), "NAME,...", f"of {', '.join(known)} (default: all)")
+        option(group, name, listed(tuple(known)), "NAME,...", f"of {', '.join(known)} (default: all)")
 
 
-def _listed(known: Sequence[str]) -> Callable[[str], list[str]]:
+def listed(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """Returns what reads names of these, with commas between them."""
+
     def parsed(text: str) -> list[str]:
         names = list(dict.fromkeys(text.split(",")))
         if wrong := [name for name in names if name not in known]:
@@ -62,7 +64,7 @@ def measured(args: argparse.Namespace, quick: bool) -> Iterator[tuple[str, dict[
     import jax
 
     from ..bench.acceptance import measure_acceptance
-    from ..bench.quality import Feeding, measure_quality, reference_bytes, variants, windows_of
+    from ..bench.quality import Feeding, Form, measure_quality, reference_bytes, variants, windows_of
     from .bench_steps import fits
 
     if args.checkpoint is None:
@@ -70,8 +72,12 @@ def measured(args: argparse.Namespace, quick: bool) -> Iterator[tuple[str, dict[
     with naming("--checkpoint"):
         cfg = DSV4Config.from_hf(args.checkpoint)
     check_drafts(cfg, args.drafts or 0)
-    forms = [form for form in FORMS if form in (args.weights or FORMS)]
-    for form in forms:
+    weights, numerics = args.weights or FORMS, args.numerics or ["plain"]
+    if "released" in numerics and "released" not in weights:
+        raise OptionError(f"--numerics: released ones are of --weights released, got {','.join(weights)}")
+    each = {form: numerics if form == "released" else ["plain"] for form in FORMS if form in weights}
+    forms = [Form(form, rounding) for form in each for rounding in each[form]]
+    for form in each:
         check(args.checkpoint, cfg, form, drafts=bool(args.drafts))
     implementations = args.implementations or [None]
     for name in ("batch", "context"):
@@ -85,29 +91,30 @@ def measured(args: argparse.Namespace, quick: bool) -> Iterator[tuple[str, dict[
         windows = windows_of(_text(args, cfg), context, args.tokens or tokens)
     requests = min(args.batch[0] if args.batch else requests, len(windows))
     feeding = Feeding(windows, requests, args.chunk if args.chunk > 1 else chunk, max(context // _DECODED, 1))
-    references = 1 + ("float32" in forms and len(forms) > 1)
+    references = 1 + ("float32" in weights and len(forms) > 1)
     fits(f"what {feeding.tokens} tokens are compared with", references * reference_bytes(cfg, feeding))
     splits = [args.key_split] if args.key_split else list(get_args(KeySplit))
     chosen = variants(args.kv_format or list(KV_FORMATS), args.index_format or list(INDEX_FORMATS), splits)
     compilers = max(1, min(8, (os.cpu_count() or 2) // 2)) if jax.default_backend() == "gpu" else 1
+
+    def loaded(form: Form, drafts: bool = False) -> Any:
+        return load(args.checkpoint, form.weights, drafts=drafts, numerics=form.numerics)[1]
 
     def rows() -> Iterator[tuple[str, dict[str, Any]]]:
         total = len(implementations) * (len(forms) * len(chosen) + len(_RULES) * bool(args.drafts))
         with Progress("text", total) as progress:
             for name in implementations:
                 how: dict[str, Any] = dict(implementation=name, compilers=compilers, on_start=progress.update)
-                for row in measure_quality(
-                    cfg, lambda form: load(args.checkpoint, form)[1], forms, chosen, feeding, **how
-                ):
+                for row in measure_quality(cfg, loaded, forms, chosen, feeding, **how):
                     yield "quality", row
                     progress.advance()
                 if args.drafts:
-                    _, params = load(args.checkpoint, forms[-1], drafts=True)
+                    params = loaded(forms[-1], drafts=True)
                     for temperature, rule in _RULES:
                         progress.update(f"drafts at temperature {temperature:g}")
-                        given: Any = dict(rule=rule, implementation=name)
+                        given: Any = dict(rule=rule, numerics=forms[-1].numerics, implementation=name)
                         found = measure_acceptance(cfg, params, feeding, args.drafts, temperature, **given)
-                        yield from (("acceptance", {"weights": forms[-1]} | row) for row in found)
+                        yield from (("acceptance", {"weights": forms[-1].weights} | row) for row in found)
                         progress.advance()
 
     return rows()
@@ -144,15 +151,17 @@ def quality_table(rows: list[dict[str, Any]]) -> Table:
     first = rows[0]
     text = f"{first['tokens']:,} tokens in {first['windows']} windows of {first['context']:,}"
     title = f"{text}; ± is half an interval of 95 %"
-    table = Table("weights", "rows", "index keys", "key split", title=title, title_justify="left")
+    split = Column("key split", no_wrap=True)
+    table = Table("weights", "rows", "index keys", split, title=title, title_justify="left")
     for name in ("loss", "change", "KL", "KL, decode", "same token", "same entries"):
         table.add_column(name, justify="right", no_wrap=True)
-    last = first["weights"]
+    last = _form(first)
     for row in rows:
-        if row["weights"] != last:
+        if _form(row) != last:
             table.add_section()
-            last = row["weights"]
-        cells = [row["weights"], row["kv_format"], row["index_format"], row["key_split"], f"{row['loss']:.4f}"]
+            last = _form(row)
+        formats = row["kv_format"], row["index_format"], row["key_split"]
+        cells = [last.removesuffix(" weights"), *formats, f"{row['loss']:.4f}"]
         forms = {"loss_change": "+.4f", "kl": ".1e", "decoded_kl": ".1e", "same_token": ".2%", "same_entries": ".1%"}
         table.add_row(*cells, *(_interval(row, name, form) for name, form in forms.items()))
     return table
@@ -168,6 +177,11 @@ def acceptance_table(rows: list[dict[str, Any]]) -> Table:
         cells = [f"{row['temperature']:g}", row["rule"] or "", str(row["draft"]), _interval(row, "accepted", ".1%")]
         table.add_row(*cells, _interval(row, "accepted_after_others", ".1%"), f"{row['tokens_a_step']:.2f}")
     return table
+
+
+def _form(row: dict[str, Any]) -> str:
+    """A row's weights, or its numerics where these are not plain: they say what the weights are."""
+    return f"{row['numerics']} numerics" if row.get("numerics") else f"{row['weights']} weights"
 
 
 def _interval(row: dict[str, Any], name: str, form: str) -> str:
@@ -195,7 +209,7 @@ def picture(rows: list[dict[str, Any]], *, device: str) -> Any:
     shown = [row for row in compared if row["key_split"] == compared[0]["key_split"]]
     if not shown:
         raise OptionError("--plot: nothing was compared with float32 rows")
-    forms = list(dict.fromkeys(row["weights"] for row in shown))
+    forms = list(dict.fromkeys(map(_form, shown)))
     kinds = [name for name in KV_FORMATS if any(row["kv_format"] == name for row in shown)]
     keys = [name for name in INDEX_FORMATS if any(row["index_format"] == name for row in shown)]
     first = rows[0]
@@ -207,7 +221,7 @@ def picture(rows: list[dict[str, Any]], *, device: str) -> Any:
         panels = made.subplots(len(forms), 2, squeeze=False, width_ratios=(3, 2))
         for (left, right), form in zip(panels, forms, strict=True):
             for i, key in enumerate(keys):
-                own = [row for row in shown if (row["weights"], row["index_format"]) == (form, key)]
+                own = [row for row in shown if (_form(row), row["index_format"]) == (form, key)]
                 for axes, name, factor in ((left, "kl", 1.0), (right, "same_entries", 100.0)):
                     mine = [row for row in own if row.get(name) is not None and np.isfinite(row[name])]
                     axes.errorbar(
@@ -217,7 +231,7 @@ def picture(rows: list[dict[str, Any]], *, device: str) -> Any:
                         **{**look(i, markers=True), "linestyle": "none"},
                         label=f"{key} index keys",
                     )
-            for axes, title in ((left, f"KL, nats a token; {form} weights"), (right, "Entries picked alike, %")):
+            for axes, title in ((left, f"KL, nats a token; {form}"), (right, "Entries picked alike, %")):
                 axes.set(title=title, ylim=(len(kinds) - 0.5, -0.5))
                 tick(axes.yaxis, range(len(kinds)), lambda at: kinds[at])
             left.set_xlim(left=0)

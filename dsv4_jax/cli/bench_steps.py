@@ -53,8 +53,9 @@ def model_options(args: argparse.Namespace, quick: bool) -> list[Any]:
             tensor=devices_sharing_heads(args.tensor, devices, option.batch),
             drafts=drafts,
             draft_head=head,
-            numerics=args.numerics or "plain",
+            numerics=numerics,
         )
+        for numerics in args.numerics or ["plain"]
         for option in _options(args, quick, context=8 * 1024, few=FEW_REQUESTS)
     ]
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
-from typing import Any
+from typing import Any, get_args
 
 from ..cli.values import byte_count, positive
+from ..config import Numerics
 from ..engine import Engine, Limits, Output
 from ..errors import RequestError
 from ..serve.masks import Masks
@@ -48,6 +49,8 @@ def parser() -> argparse.ArgumentParser:
     )
     for name in SIZES[1:]:
         add(f"--{name.replace('_', '-')}", type=positive, help="as `Engine.of`")
+    rounded = "as `Engine.load`; released: products round rows to e4m3 (default: plain)"
+    add("--numerics", choices=get_args(Numerics), default="plain", help=rounded)
     add("--block-tokens", type=positive, default=128, help="of a block, as the frontend is told (default: 128)")
     add("--queue", type=positive, default=4096, help="requests that wait; others are refused (default: 4096)")
     add("--watchdog", type=float, help="seconds that a call of the device may take")
@@ -169,6 +172,7 @@ def build_engine(options: argparse.Namespace) -> tuple[Engine, Any]:
         events=True,
         limits=Limits(queued=options.queue),
         block_tokens=options.block_tokens,
+        numerics=options.numerics,
         watchdog=options.watchdog,
         freeze=True,
         **{name: value for name in SIZES if (value := getattr(options, name)) is not None},
@@ -183,5 +187,6 @@ def load_weights(engine: Engine, path: str, name: str, drafts: bool) -> None:
     from ..model.weights.loading import load_hf
 
     form = "released" if read_hf(pathlib.Path(path)).get("quantization_config") else "float32"
-    _, params = load_hf(path, weights=form, packed=form == "released", drafts=drafts)
+    numerics = engine.managers[0].layout.numerics
+    _, params = load_hf(path, weights=form, packed=form == "released", drafts=drafts, numerics=numerics)
     engine.update_weights(params, name, donate=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,10 +11,13 @@ import pytest
 
 from dsv4_jax import AttentionType, DSV4Config
 from dsv4_jax.bench import acceptance, quality
-from dsv4_jax.bench.quality import REFERENCE, Feeding, Mean, Variant
+from dsv4_jax.bench.quality import REFERENCE, Feeding, Form, Mean, Variant
 from dsv4_jax.errors import OptionError
 from dsv4_jax.model import forward_uncached, init_params
+from dsv4_jax.model.released import as_released
 from dsv4_jax.model.uncached import mtp_uncached
+
+from ..model.released import CFG as RELEASED
 
 RNG = np.random.default_rng(34)
 CFG = DSV4Config.tiny(
@@ -22,6 +27,7 @@ CFG = DSV4Config.tiny(
     num_mtp_layers=1,
 )
 WINDOWS = RNG.integers(0, 8, (5, 41)).astype(np.int32)
+FORMS = [Form("float32"), Form("bfloat16"), Form("released", "released")]
 FEEDING = Feeding(WINDOWS, requests=3, chunk=24, decoded=6)  # the second group is not full
 
 
@@ -42,7 +48,7 @@ def test_what_is_measured_is_the_models(params) -> None:
     chosen = quality.variants(["fp8"], ["fp4"], ["throughput"])
     assert chosen == [REFERENCE, Variant("fp8", "fp4", "throughput")]
     backbone = {name: value for name, value in params.items() if name != "mtp"}
-    first, other = quality.measure_quality(CFG, lambda form: backbone, ["float32"], chosen, FEEDING)
+    first, other = quality.measure_quality(CFG, lambda form: backbone, [Form("float32")], chosen, FEEDING)
     logp = np.stack([jax.nn.log_softmax(forward_uncached(CFG, backbone, row[:40])) for row in WINDOWS])
     losses = -np.take_along_axis(logp, WINDOWS[:, 1:, None], 2)[..., 0]
     half = quality._t95(4) * losses.mean(1).std(ddof=1) / 5**0.5
@@ -56,10 +62,25 @@ def test_what_is_measured_is_the_models(params) -> None:
 @pytest.mark.slow
 def test_the_same_twice_differs_in_nothing(params) -> None:
     """The reference of other weights is compared with that of float32: here they are the same."""
-    rows = quality.measure_quality(CFG, lambda form: params, ["float32", "bfloat16"], [REFERENCE], FEEDING)
+    rows = quality.measure_quality(CFG, lambda form: params, FORMS[:2], [REFERENCE], FEEDING)
     row = list(rows)[-1]
-    assert row["against"] == "float32 weights" and abs(row["kl"]) < 1e-6
+    assert row["against"] == "float32 weights" and row["numerics"] is None and abs(row["kl"]) < 1e-6
     assert (row["loss_change"], row["same_token"], row["same_entries"]) == (0, 1, 1)
+
+
+@pytest.mark.slow
+def test_released_numerics_are_those_of_the_model() -> None:
+    """As a forward without a cache has them, and compared with the plain ones of what stands for float32 weights."""
+    cfg = dataclasses.replace(RELEASED, num_mtp_layers=0)
+    kept = init_params(cfg, 0, "released")
+    rounds = {"float32": kept, "released": as_released(kept)}
+    first, other = quality.measure_quality(cfg, lambda form: rounds[form.weights], FORMS[::2], [REFERENCE], FEEDING)
+    for row, params in zip((first, other), rounds.values(), strict=True):
+        logp = np.stack([jax.nn.log_softmax(forward_uncached(cfg, params, each[:40])) for each in WINDOWS])
+        loss = -np.take_along_axis(logp, WINDOWS[:, 1:, None], 2).mean()
+        np.testing.assert_allclose(row["loss"], loss, rtol=3e-4)
+    assert abs(other["loss_change"]) > 1e-3 and 1e-3 < other["kl"] < 0.1
+    assert other["numerics"] == "released" and other["against"] == "float32 weights"
 
 
 def test_picks_are_compared_as_sets() -> None:

@@ -20,7 +20,6 @@ from dsv4_jax.bench import model as bench_model
 from dsv4_jax.bench.records import Measurement
 from dsv4_jax.bench.shapes import QUICK
 from dsv4_jax.cli import main
-from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.released import is_released
 from dsv4_jax.model.weights.placement import device_specs
 from dsv4_jax.model.weights.split import ALONE
@@ -190,7 +189,7 @@ def test_whole_layers(capsys, tmp_path, without_weights):
     assert records.check(report | {"quick": False, "commit": "0123abc"})
     (row,) = report["rows"]
     assert (row["table"], row["model"], row["layers"], row["batch"], row["loop"]) == ("models", "tiny", 2, 3, 2)
-    assert row["kinds"] == {"SWA": 1, "CSA": 1} and row["experts"] == DSV4Config.tiny().n_routed_experts
+    assert row["kinds"] == {"SWA": 1, "CSA": 1} and row["experts"] == 8
     assert row["cache_in_place"] is True and row["step_ms"] > 0 and row["layer_ms"] * 2 == row["step_ms"]
     assert row["numerics"] is None
 
@@ -204,10 +203,12 @@ def test_whole_layers_of_released_numerics(capsys, monkeypatch, without_weights)
         return measure(options, params, top)
 
     monkeypatch.setattr(bench_model, "measure_model", measured)
-    options = ["--quick", "--model", "tiny", "--layers", "1", "--batch", "1", "--numerics", "released", "--json"]
-    assert main(["bench", "model", *options]) == 0
-    (row,) = json.loads(capsys.readouterr().out)["rows"]
-    assert seen == [("released", True)] and row["numerics"] == "released" and row["step_ms"] > 0
+    options = ["--quick", "--model", "tiny", "--layers", "1", "--batch", "1", "--numerics"]
+    assert main(["bench", "model", *options, "plain,released", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert seen == [("plain", False), ("released", True)] and all(row["step_ms"] > 0 for row in report["rows"])
+    assert [row["numerics"] for row in report["rows"]] == [None, "released"]
+    assert records.check(report | {"quick": False, "commit": "0123abc"})
 
 
 @pytest.mark.slow
@@ -236,18 +237,21 @@ def test_a_step_that_cannot_run_says_why(capsys):
 def test_quality(capsys, tmp_path, monkeypatch):
     """Measured in tests/bench/test_quality.py; here what is asked for, printed, written and drawn."""
 
-    def rows(cfg, load, weights, chosen, feeding, *, implementation, compilers, on_start):
-        assert (weights, feeding.windows.shape, feeding.requests, feeding.chunk) == (["float32"], (3, 129), 3, 256)
+    def rows(cfg, load, forms, chosen, feeding, *, implementation, compilers, on_start):
+        assert forms == [("float32", "plain"), ("released", "plain"), ("released", "released")]
+        assert (feeding.windows.shape, feeding.requests, feeding.chunk) == ((3, 129), 3, 256)
         assert [str(each) for each in chosen] == ["f32/f32, throughput", "fp8/fp4, latency"]
         for each in chosen:
-            row = each._asdict() | dict(weights="float32", tokens=384, windows=3, context=128, loss=1.3, kl=None)
+            row = each._asdict() | dict(
+                weights="released", numerics="released", tokens=384, windows=3, context=128, loss=1.3, kl=None
+            )
             if each.kv_format == "fp8":
                 beside = dict(against="float32 rows", kl=2e-4, kl_half=1e-4, same_token=0.99, same_entries=0.97)
                 row |= beside | dict(same_entries_half=0.01, loss_change=-1e-3, loss_change_half=None)
             yield {"against": None} | row
 
-    def drafts(cfg, params, feeding, width, temperature, *, rule, implementation):
-        assert params == "with MTP" and width == 1
+    def drafts(cfg, params, feeding, width, temperature, *, rule, numerics, implementation):
+        assert params == "released with MTP" and numerics == "released" and width == 1
         yield dict(
             head="mtp",
             rule=rule if temperature else None,
@@ -261,18 +265,24 @@ def test_quality(capsys, tmp_path, monkeypatch):
 
     monkeypatch.setattr("dsv4_jax.bench.quality.measure_quality", rows)
     monkeypatch.setattr("dsv4_jax.bench.acceptance.measure_acceptance", drafts)
-    monkeypatch.setattr("dsv4_jax.cli.bench_quality.load", lambda path, form, drafts: (None, drafts and "with MTP"))
+
+    def load(path, form, *, drafts, numerics):
+        return None, drafts and f"{numerics} with MTP"
+
+    monkeypatch.setattr("dsv4_jax.cli.bench_quality.load", load)
     text, file, drawn = tmp_path / "text.npy", tmp_path / "quality.json", tmp_path / "quality.svg"
     np.save(text, np.arange(500, dtype=np.uint16))
-    options = "--weights float32 --kv-format fp8 --index-format fp4 --key-split latency --context 128 --drafts 1"
+    options = "--weights float32,released --numerics plain,released --kv-format fp8 --index-format fp4"
     argv = ["bench", "quality", "--checkpoint", str(SMALL), "--text", str(text), *options.split()]
+    argv += ["--key-split", "latency", "--context", "128", "--drafts", "1"]
     assert main([*argv, "--json", str(file), "--plot", str(drawn)]) == 0
     table = capsys.readouterr().out
     assert "-0.0010" in table and "2.0e-04 ±1.0e-04" in table and "97.0% ±1.0%" in table and "1.80" in table
+    assert "│ released numerics │ f32 " in table
     report = json.loads(file.read_text())
     assert [row["table"] for row in report["rows"]] == ["quality"] * 2 + ["acceptance"] * 3
     assert records.check(report | {"quick": False, "commit": "0123abc"})
-    assert "KL, nats a token; float32 weights" in drawn.read_text()
+    assert "KL, nats a token; released numerics" in drawn.read_text()
     (tmp_path / "records").mkdir()
     (tmp_path / "records" / "r.json").write_text(json.dumps(report | {"commit": "0123abc", "quick": False}))
     page = pages(tmp_path)["RESULTS.md"]
@@ -289,6 +299,8 @@ def test_quality_refuses(capsys, tmp_path, monkeypatch):
     refused(capsys, [*given, "--layers", "3"], "--layers: is not for quality")
     refused(capsys, [*given, "--drafts", "4"], "--drafts: an MTP layer guesses at most 3 tokens, got 4")
     refused(capsys, [*given, "--weights", "float32,int8"], "--weights", "'int8' is none of float32, bfloat16")
+    of_float32 = [*given, "--weights", "float32", "--numerics", "plain,released"]
+    refused(capsys, of_float32, "--numerics: released ones are of --weights released, got float32")
     refused(capsys, [*given, "--context", "128,256"], "--context: quality is measured at one")
     refused(capsys, [*given, "--context", "128K"], "--context: 131072, of 32 to 65536")
     refused(capsys, [*given, "--context", "128"], "--text: a token outside the vocabulary 0..4095")
@@ -316,8 +328,7 @@ def test_refusals(capsys, tmp_path, monkeypatch):
     refused(capsys, ["bench", "model", "--quick", "--shapes", "x"], "--shapes", "is for ops")
     refused(capsys, ["bench", "model", "--quick", "--chunk", "4", "--loop", "2"], "--chunk", "one step of one device")
     refused(capsys, ["bench", "step", "--quick", "--numerics", "released"], "--numerics", "name `model`")
-    refused(capsys, ["bench", "quality", "--numerics", "released"], "--numerics", "is not for quality")
-    refused(capsys, ["bench", "model", "--quick", "--numerics", "exact"], "--numerics: invalid choice: 'exact'")
+    refused(capsys, ["bench", "model", "--quick", "--numerics", "exact"], "--numerics", "'exact' is none of plain, rel")
     refused(capsys, ["bench", "step", "--quick", "--chunk", "300"], "--chunk", "300 tokens, --context has 256")
     refused(capsys, ["bench", "gather", "--quick", "--layers", "3"], "--layers", "name `step`")
     refused(capsys, ["bench", "step", "--quick", "--layers", "9"], "--layers", "tiny has 4")

@@ -68,6 +68,45 @@ def test_ties_go_to_even_and_nothing_is_clipped() -> None:
     assert above.tolist() == [[128]]
 
 
+def assert_within_half_a_step(x: np.ndarray) -> np.ndarray:
+    """Checks what rows of bfloat16 numbers are rounded to. Returns the steps between the codes near each."""
+    codes, scales = (np.asarray(y) for y in quantise(x))
+    _, exponent = np.frexp(np.abs(x).astype(np.float64) / (factor := np.exp2(scales - 127.0).repeat(ROW_BLOCK, 1)))
+    steps = np.exp2(np.clip(exponent - 1, -6, 8) - 3) * factor
+    assert (np.abs(np.asarray(dequantise_rows(codes, scales), np.float64) - x) <= steps / 2).all()
+    return steps
+
+
+@pytest.mark.parametrize("exponent", [-20, -8, 0, 7, 60])
+def test_a_scale_that_doubles_moves_nothing_by_a_step(exponent: int) -> None:
+    """The greatest of a block is 448 times a power of two, or the next number: another scale, the same values but for
+    rounding.
+    """
+    rng = np.random.default_rng(exponent + 20)
+    below = (rng.standard_normal((16, 2 * ROW_BLOCK)) * 100).astype(ml_dtypes.bfloat16).astype(np.float32)
+    below = np.clip(below, -440, 440) * np.float32(2) ** exponent
+    below[:, 7] = np.float32(448) * np.float32(2) ** exponent
+    above = np.where(below == below[:, 7:8], below * np.float32(450 / 448), below)
+    steps = assert_within_half_a_step(below), assert_within_half_a_step(above)
+    (a, one), (b, other) = (quantise(x) for x in (below, above))
+    np.testing.assert_array_equal(np.asarray(other) - np.asarray(one), np.tile(np.uint8([1, 0]), (16, 1)))
+    values = [np.asarray(dequantise_rows(*parts), np.float64) for parts in ((a, one), (b, other))]
+    moved = np.abs(values[1] - values[0])
+    assert (moved <= np.maximum(*steps)).all() and not moved[:, ROW_BLOCK:].any()
+    assert np.linalg.norm(moved) < 0.03 * np.linalg.norm(values[0])
+
+
+def test_outliers_cost_the_others_nothing() -> None:
+    """Columns of thirty times the size, one in two hundred: the others keep their precision."""
+    rng = np.random.default_rng(3)
+    x = rng.standard_normal((64, 1024)) * np.where(rng.random(1024) < 0.005, 30, 1)
+    x = x.astype(ml_dtypes.bfloat16).astype(np.float32)
+    assert_within_half_a_step(x)
+    usual = np.abs(x) < 5
+    error = np.where(usual, np.asarray(dequantise_rows(*quantise(x))) - x, 0)
+    assert 0.02 < np.linalg.norm(error) / np.linalg.norm(np.where(usual, x, 0)) < 0.03
+
+
 def test_small_blocks_have_the_floor_and_nan_is_its_own() -> None:
     x = np.zeros((3, 2 * ROW_BLOCK), np.float32)
     x[0, 0], x[1, 3], x[2, 7], x[2, 200] = 1e-6, np.nan, np.inf, -np.inf

@@ -6,9 +6,12 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
 from dsv4_jax.formats.weights import fp4_e4m3
-from dsv4_jax.formats.weights.fp4_e4m3 import MAX_SPAN, TILE_BYTES, spans
+from dsv4_jax.formats.weights.fp4_e4m3 import LARGEST_SCALE, MAX_SPAN, TILE_BYTES, spans
 
 from ..oracle.experts import dequantised
 
@@ -54,20 +57,50 @@ def as_the_kernel(tile: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return codes, factors
 
 
-@pytest.mark.parametrize("span", [0, 11, 14, 15, 40])
+@pytest.mark.every_case
+@pytest.mark.parametrize("span", [*range(16), 40])
 def test_decodes_as_released(span: int) -> None:
-    codes, scales = matrix(span)
+    assert_decodes(*matrix(span), widens=span <= MAX_SPAN)
+
+
+def assert_decodes(codes: np.ndarray, scales: np.ndarray, widens: bool) -> None:
+    """Of a matrix [64, 256]: the kernel's codes times their factors are the weights, and come back as released."""
     (packed,) = (np.asarray(x) for x in pack(codes, scales))
     assert packed.shape == (1, 2, TILE_BYTES)
     want = dequantised(codes, scales)
     for step in range(2):
         got, factors = as_the_kernel(packed[0, step])
         alike = (factors == factors[:, :1]).all()
-        assert alike == (span <= MAX_SPAN)  # one scale of 128 columns, or of 32 in all of the matrix
+        assert alike == widens or (scales == scales[:, :1]).all()  # a scale of 128 columns, or of 32 in all the matrix
         values = got.view(E4M3).astype(np.float64) * factors.repeat(32, 1)
         np.testing.assert_array_equal(values, want[:, 128 * step : 128 * step + 128])
-    for part, given in zip(unpack(packed), (codes, scales), strict=True):
-        np.testing.assert_array_equal(part, given)
+    for part, released in zip(unpack(packed), (codes, scales), strict=True):
+        np.testing.assert_array_equal(part, released)
+
+
+def test_least_codes_are_subnormal() -> None:
+    """Every magnitude times the least factor that is widened, 2^-8, beside the greatest, 2^6."""
+    codes = np.tile(np.arange(16, dtype=np.uint8) | np.arange(16, dtype=np.uint8) << 4, (64, 8))
+    scales = np.tile(np.uint8([120, 106, 106, 120]), (64, 2))
+    assert_decodes(codes, scales, widens=True)
+    (packed,) = (np.asarray(x) for x in pack(codes, scales))
+    got, _ = as_the_kernel(packed[0, 0])
+    least = got[:, 32:96] & 0x7F
+    assert sorted({*least.flat}) == [0, 1, 2, 3, 4, 6, 8, 12] and {*got[:, :32].flat} >= {0x7C, 0xFC}  # 384
+
+
+@given(data=st.data(), most=st.integers(0, 20))
+@settings(max_examples=15)
+def test_no_weight_changes(data: st.DataObject, most: int) -> None:
+    """Any codes, any scales: what is multiplied are the released weights, by one scale or by four."""
+    codes = data.draw(arrays(np.uint8, (64, 128), elements=st.integers(0, 255)))
+    least = data.draw(arrays(np.uint8, (64, 2, 1), elements=st.integers(1, LARGEST_SCALE - 20)))
+    apart = data.draw(arrays(np.uint8, (64, 2, 4), elements=st.integers(0, most)))
+    codes[:, ::16] |= 1  # no group is zero, of which the scale would be another
+    scales = (least + apart).reshape(64, 8)
+    widens = bool(np.ptp(apart, axis=-1).max() <= MAX_SPAN)
+    assert bool(spans(codes, scales).max() <= MAX_SPAN) == widens
+    assert_decodes(codes, scales, widens)
 
 
 def test_one_row_decides_for_its_matrix_alone() -> None:

@@ -21,15 +21,17 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from dsv4_jax.engine import Limits
+from dsv4_jax.engine import Engine, Limits
 from dsv4_jax.errors import OptionError, RequestError
 from dsv4_jax.integrations.dynamo import DynamoWorker, main
-from dsv4_jax.integrations.dynamo_arguments import prompt_arguments
+from dsv4_jax.integrations.dynamo_arguments import build_engine, load_weights, parser, prompt_arguments
 from dsv4_jax.model import Sampling
 from dsv4_jax.serve.masks import Masks, grammars_of
 
@@ -314,6 +316,26 @@ def test_requests_as_dynamo_writes_them(folder) -> None:
         prompt_arguments({"token_ids": [5], "output_options": {"prompt_logprobs": 1}}, 100, masks)
     with pytest.raises(RequestError, match="the context is 100"):
         prompt_arguments({"token_ids": [5] * 100}, 100, masks)
+
+
+def test_numerics_reach_the_model(tmp_path, monkeypatch) -> None:
+    """When the engine is made, and when it takes other weights."""
+    given, manager = [], SimpleNamespace(layout=SimpleNamespace(numerics="released"))
+    engine = SimpleNamespace(managers=[manager], warm_up=lambda: None, update_weights=lambda *params, donate: None)
+
+    def loads(result: Any, *path: Any, numerics: str, **options: Any) -> Any:
+        given.append(numerics)
+        return result
+
+    monkeypatch.setattr(Engine, "load", partial(loads, engine))
+    monkeypatch.setattr("dsv4_jax.model.weights.loading.load_hf", partial(loads, (None, None)))
+    (tmp_path / "config.json").write_text("{}")
+    for more in ([], ["--numerics", "released"]):
+        build_engine(parser().parse_args(["--checkpoint", str(tmp_path), *more]))
+    load_weights(engine, str(tmp_path), "other", False)
+    assert given == ["plain", "released", "released"]
+    with pytest.raises(SystemExit):
+        parser().parse_args(["--checkpoint", str(tmp_path), "--numerics", "exact"])
 
 
 class Context:

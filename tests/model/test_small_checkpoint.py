@@ -6,6 +6,7 @@ That its logits are those of transformers is in test_hf_equivalence.py.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -15,11 +16,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv4_jax import CacheLayout, CachePolicy, CacheSize, DSV4Config, KVCacheManager, init_cache, model, plan_capacity
+from dsv4_jax import (
+    CacheLayout,
+    CachePolicy,
+    CacheSize,
+    DSV4Config,
+    KVCacheManager,
+    init_cache,
+    model,
+    ops,
+    plan_capacity,
+)
 from dsv4_jax.config import DSparkHead
 from dsv4_jax.engine import Engine, Limits, Prompt
+from dsv4_jax.formats.activations import dequantise_rows, quantise_rows
+from dsv4_jax.formats.weights import fp4_e4m3
 from dsv4_jax.manager import HostSize
+from dsv4_jax.model.numerics import matmul
 from dsv4_jax.model.sampling import Sampling
+from dsv4_jax.model.weights.params import is_leaf
+from dsv4_jax.model.weights.quantised import Quantised
+from dsv4_jax.ops.moe import gates_and_ups
 from dsv4_jax.tiers.remote import RecordTransport
 from dsv4_jax.transports import open_engine
 
@@ -55,10 +72,15 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return np.asarray(jax.nn.log_softmax(logits.astype(np.float32)), np.float64)
 
 
-def assert_as_good(found: np.ndarray, logits: np.ndarray, bounds: tuple[float, float]) -> None:
+def distance(found: np.ndarray, logits: np.ndarray) -> tuple[float, float]:
+    """By how much the loss of the text is greater, and KL divergence: nats a token."""
     ours, theirs = log_softmax(found), log_softmax(logits)
     change = np.take_along_axis((theirs - ours)[:-1], SMALL_TEXT[1:, None], 1).mean()
-    divergence = (np.exp(theirs) * (theirs - ours)).sum(1).mean()
+    return change, (np.exp(theirs) * (theirs - ours)).sum(1).mean()
+
+
+def assert_as_good(found: np.ndarray, logits: np.ndarray, bounds: tuple[float, float]) -> None:
+    change, divergence = distance(found, logits)
     assert abs(change) <= bounds[0] and divergence <= bounds[1], (change, divergence)
 
 
@@ -78,6 +100,56 @@ def test_as_released(logits: np.ndarray) -> None:
     """Weights, rows and index keys."""
     _, released = model.load_hf(SMALL, weights="released", packed=True)
     assert_as_good(feed(CFG, released, SMALL_TEXT, (160,), **ROWS), logits, ROUNDED)
+
+
+def with_rounded_rows(params: model.Params, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
+    """Logits of a float32 model that rounds to e4m3 what goes into products with released weights, and nothing else.
+
+    Its products and its experts are written again, and dense.
+    """
+
+    def rounded(x: jax.Array) -> jax.Array:
+        return dequantise_rows(*quantise_rows(x))
+
+    def product(x: jax.Array, weight: Quantised, *, groups: int = 1, dtype: Any = None) -> jax.Array:
+        rows, matrices = (jnp.split(y, groups, i) for y, i in ((rounded(x), 1), (weight.decode(jnp.float32), 0)))
+        each = zip(rows, matrices, strict=True)
+        return jnp.concatenate([matmul("tk,nk->tn", part, matrix) for part, matrix in each], 1)
+
+    def experts(x: jax.Array, chosen: jax.Array, share: jax.Array, *tiles: jax.Array, limit: float, **_: Any) -> Any:
+        total, x = jnp.zeros(x.shape, jnp.float32), rounded(x)
+        for e, packed in enumerate(zip(*tiles, strict=True)):
+            both, down = (fp4_e4m3.decode(*fp4_e4m3.unpack(each), jnp.float32) for each in packed)
+            gate, up = gates_and_ups(matmul("tk,nk->tn", x, both))
+            weight = jnp.where(chosen == e, share, np.float32(0)).sum(1)[:, None]
+            gate, up = jnp.minimum(gate, np.float32(limit)), jnp.clip(up, -np.float32(limit), np.float32(limit))
+            total += matmul("tk,nk->tn", rounded(jax.nn.silu(gate) * up * weight), down)
+        return total
+
+    def wide(leaf: Any) -> Any:
+        return leaf.astype(jnp.float32) if not is_leaf(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+    rooms = {name: importlib.import_module(f"dsv4_jax.model.{name}") for name in ("numerics", "attention", "forward")}
+    with monkeypatch.context() as patched:
+        patched.setattr(rooms["numerics"], "product", product)
+        patched.setattr(rooms["attention"], "product", product)
+        patched.setattr(rooms["forward"], "stream_dtype", lambda params: jnp.float32)
+        patched.setattr("dsv4_jax.model.moe.to_bfloat16", lambda x: x)
+        patched.setattr(ops, "moe_e4m3", experts)
+        whole = jax.jit(lambda params: model.forward_uncached.__wrapped__(CFG, params, SMALL_TEXT))
+        return np.asarray(whole(jax.tree.map(wide, params, is_leaf=is_leaf)))
+
+
+@pytest.mark.slow
+def test_released_numerics_cost_what_rounding_rows_does(logits: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most twice the KL divergence of a float32 model whose rows alone are rounded."""
+    _, rounding = model.load_hf(SMALL, weights="released", numerics="released")
+    _, plain = distance(np.asarray(uncached(CFG, model.load_hf(SMALL, weights="released")[1], SMALL_TEXT)), logits)
+    change, divergence = distance(feed(CFG, rounding, SMALL_TEXT, (160,), numerics="released"), logits)
+    _, least = distance(with_rounded_rows(rounding, monkeypatch), logits)
+    print(f"KL: bfloat16 rows {plain:.2e}, released numerics {divergence:.2e}, rounded rows alone {least:.2e}")
+    assert 1e-3 < least < 1e-2 and plain < least / 4
+    assert divergence <= 2 * least and abs(change) < 2e-2
 
 
 @pytest.mark.slow

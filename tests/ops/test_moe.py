@@ -50,15 +50,18 @@ class MoeTest(OpTest):
         """x, chosen and share; packed weights; and these as released."""
         rng = np.random.default_rng(1)
         weights = oracle.random_weights(rng, EXPERTS, HIDDEN, INTER)
-        parts = [[np.stack([w[name][i] for w in weights]) for name in oracle.NAMES] for i in (0, 1)]
-        (gate_up,) = self.codec.pack(*(gate_up_rows(gate, up) for gate, up, _ in parts))
         x = rng.standard_normal((tokens, HIDDEN)).astype(jnp.bfloat16)
         chosen = rng.permuted(np.tile(np.arange(2 * EXPERTS, dtype=np.int32), (tokens, 1)), axis=1)[:, :TOP]
         return (
             (x, chosen, rng.random((tokens, TOP), np.float32)),
-            (gate_up, *self.codec.pack(*(x for _, _, x in parts))),
+            self.packed(weights),
             weights,
         )
+
+    def packed(self, weights: list[dict]) -> tuple[np.ndarray, ...]:
+        parts = [[np.stack([w[name][i] for w in weights]) for name in oracle.NAMES] for i in (0, 1)]
+        (gate_up,) = self.codec.pack(*(gate_up_rows(gate, up) for gate, up, _ in parts))
+        return (gate_up, *self.codec.pack(*(x for _, _, x in parts)))
 
     @pytest.mark.parametrize("first", [0, 4])
     def test_against_float64_and_among_others(self, first: int) -> None:

@@ -13,7 +13,7 @@ from dsv4_jax.ops import moe_e4m3
 
 from ..oracle import experts as plain
 from ..oracle import matrix_unit, released
-from .test_moe import HIDDEN, INTER, LIMIT, STATIC, MoeTest
+from .test_moe import EXPERTS, HIDDEN, INTER, LIMIT, STATIC, MoeTest
 
 
 class MoeE4m3Test(MoeTest):
@@ -21,6 +21,43 @@ class MoeE4m3Test(MoeTest):
     multiply = jax.jit(moe_e4m3, static_argnames=STATIC)
     codec = fp4_e4m3
     oracle = released
+
+    def test_shares_that_differ_little_move_results_little(self) -> None:
+        """The scale of hidden columns doubles between two shares 1e-4 apart: none moves by more than a step."""
+        (x, chosen, _), packed, weights = self.case(EXPERTS)
+        chosen[:, 0], chosen[:, 1:] = np.arange(EXPERTS), -1
+        rows, steps = released.rounded(x.astype(np.float64)), np.zeros((EXPERTS, INTER))
+        shares = np.zeros((2, *chosen.shape), np.float32)
+        for e, matrices in enumerate(weights):
+            gate, up = (released.bf16(rows[e] @ plain.dequantised(*matrices[name]).T) for name in ("gate", "up"))
+            gate, up = np.minimum(gate, LIMIT), np.clip(up, -LIMIT, LIMIT)
+            hidden = np.abs(gate / (1 + np.exp(-gate)) * up)
+            share = 449 * np.exp2(np.floor(np.log2(hidden[:128].max())) - 9) / hidden[:128].max()
+            shares[:, e, 0] = share * (1 - 5e-5), share * (1 + 5e-5)
+            below, above = (released.bf16(hidden[None] * share) for share in shares[:, e, 0].astype(np.float64))
+            scales = [released.as_released(h)[1][0].astype(int) for h in (below, above)]
+            assert scales[1][0] == scales[0][0] + 1
+            scale = np.exp2(scales[1].repeat(128) - 127.0)
+            steps[e] = np.exp2(np.maximum(np.frexp(above[0] / scale)[1] - 1, -6) - 3) * scale
+        one, other = (self.run(x, chosen, share, *packed).astype(np.float64) for share in shares)
+        downs = [np.abs(plain.dequantised(*matrices["down"])) for matrices in weights]
+        bound = np.stack([down @ step for down, step in zip(downs, steps, strict=True)])
+        assert (np.abs(other - one) <= bound + 2.0**-7 * np.abs(one)).all()
+        moved = np.linalg.norm(other - one, axis=1) / np.linalg.norm(one, axis=1)
+        assert 0 < moved.max() < 0.02
+
+    def test_columns_share_their_scale_in_128s(self) -> None:
+        """In both products half of the columns are so much less than the others that few codes are left for them."""
+        (x, chosen, share), _, weights = self.case(self.tokens)
+        small = np.arange(HIDDEN) % 128 >= 64
+        x = (x.astype(np.float32) * np.where(small, 2.0**-6, 2.0**8)).astype(jnp.bfloat16)
+        for matrices in weights:
+            for _, scales in matrices.values():
+                scales[:] = np.where(small[: 32 * scales.shape[1] : 32], 127, 113)  # so that they count as much
+            matrices["up"][1][small[:INTER]] -= 14
+        got = self.run(x, chosen, share, *self.packed(weights))
+        want = released.experts(x.astype(np.float64), chosen, share, weights, LIMIT)
+        assert np.linalg.norm(got - want) <= self.tolerance * np.linalg.norm(want)
 
 
 class TestMoeE4m3(MoeE4m3Test):
