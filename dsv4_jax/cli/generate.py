@@ -127,6 +127,7 @@ def run(args: argparse.Namespace) -> int:
             limits=Limits(queued=len(prompts)),
             top=args.logprobs or 0,
             chunk_tokens=chunk,
+            prefill_tokens=(),  # for one run it takes longer to compile another than it saves
             decode_steps=steps,
             drafts=args.draft_tokens,
             least_confidence=args.least_confidence,

@@ -62,6 +62,7 @@ def build(
     chunk_tokens: int | None = None,
     decode_steps: int = 1,
     decode_rows: Iterable[int] | None = None,
+    prefill_tokens: Iterable[int] | None = None,
     drafts: int = 0,
     acceptance: str = "coupled",
     least_confidence: float = 0.0,
@@ -133,10 +134,14 @@ def build(
 
     if chunk_tokens is None:
         chunk_tokens = max(MIN_CHUNK, size.num_slots * (1 + drafts))
-    if decode_rows is None:  # a CPU's steps hardly get shorter, and compile for long
-        slots = size.num_slots
-        decode_rows = {1, slots // 4} if slots >= MANY_SLOTS and jax.default_backend() == "gpu" else ()
-    shapes = shapes_of(managers, chunk_tokens, steps=decode_steps, drafts=drafts, decode_rows=decode_rows)
+    slots, on_gpu = size.num_slots, jax.default_backend() == "gpu"  # a CPU compiles for long, and gains little
+    if decode_rows is None:
+        decode_rows = {1, slots // 4} if slots >= MANY_SLOTS and on_gpu else ()
+    if prefill_tokens is None:
+        few = check_integer("chunk_tokens", chunk_tokens, error=PlanError) // 4
+        prefill_tokens = {few} if few >= max(MIN_CHUNK, slots * (1 + drafts)) and on_gpu else ()
+    widths = dict(decode_rows=decode_rows, prefill_tokens=prefill_tokens)
+    shapes = shapes_of(managers, chunk_tokens, steps=decode_steps, drafts=drafts, **widths)
     drivers = []
     if stores is not None:
         drivers = [StorageDriver(manager, *stores, shard=i, shards=shards) for i, manager in enumerate(managers)]

@@ -147,7 +147,8 @@ class Core:
         self.layout = self.managers[0].layout
         if not isinstance(shapes, Shapes):
             raise PlanError(f"shapes must be Shapes, got {shown(shapes)}")
-        for kind, shape in (("mixed", shapes.mixed), *(("decode", shape) for shape in shapes.decodes)):
+        each = [("mixed", shape) for shape in shapes.all_mixed] + [("decode", shape) for shape in shapes.decodes]
+        for kind, shape in each:
             columns = self.managers[0].size.max_blocks_per_request
             if not isinstance(shape, StepShape) or shape.columns != columns:
                 raise PlanError(f"shapes.{kind} must be a StepShape of {columns} columns, got {shown(shape)}")
@@ -289,7 +290,7 @@ class Core:
         nothing: list[list[tuple[Job, int]]] = [[] for _ in self.managers]
         loops = dict.fromkeys((self.shapes.steps, 1) if waits else (self.shapes.steps,))
         kinds = [(True, steps, shape) for shape in self.shapes.decodes for steps in loops]
-        kinds += [(False, 1, self.shapes.mixed)] if prompts else []
+        kinds += [(False, 1, shape) for shape in self.shapes.all_mixed] if prompts else []
         for decoding, steps, shape in kinds:
             for either in (False, True) if draws is None else (draws,):
                 work = self._work(nothing, nothing, decoding, steps, shape=shape)
@@ -666,8 +667,11 @@ class Core:
         shape: StepShape | None = None,
     ) -> Work:
         """The call of these tokens, and of so many drafts of each, planned; `shape`: the least that has room for it."""
-        if shape is None:
-            shape = self.shapes.decode_of(max(map(len, each))) if decoding else self.shapes.mixed
+        if shape is None and decoding:
+            shape = self.shapes.decode_of(max(map(len, each)))
+        elif shape is None:
+            most = (sum(count for _, count in pairs) + sum(more) for pairs, more in zip(each, drafts, strict=True))
+            shape = self.shapes.mixed_of(max(most))
         plans, transfers, rows, sent = self._planned_rows(each, drafts, [shape] * len(each), steps, scores)
         tokens = np.zeros((len(each), shape.tokens), np.int32)
         source = np.full((len(each), shape.tokens), -1, np.int32)
@@ -1097,6 +1101,7 @@ def shapes_of(
     steps: int = 1,
     drafts: int = 0,
     decode_rows: Iterable[int] = (),
+    prefill_tokens: Iterable[int] = (),
 ) -> Shapes:
     """The shapes of an executor's steps for these managers, one for each data shard.
 
@@ -1104,17 +1109,21 @@ def shapes_of(
         chunk_tokens: most tokens of a step.
         steps, drafts: as in `Shapes`.
         decode_rows: of how many rows further shapes of decodes are, beside the one that has a row for each slot.
+        prefill_tokens: of how many tokens further shapes of steps that compute prompts are, beside the one of
+            `chunk_tokens`.
 
     Raises:
         PlanError: a step has no room for a token of each slot, and its drafts; `decode_rows` are not from 1 to less
-            than the number of slots; or the managers are not alike.
+            than the number of slots; `prefill_tokens` are not from a token of each slot, and its drafts, to less than
+            `chunk_tokens`; or the managers are not alike.
     """
     each = listed("managers", managers)
     _check_alike(each)
     manager, rows = each[0], each[0].size.num_slots
     chunk_tokens = check_integer("chunk_tokens", chunk_tokens, error=PlanError)
     drafts = check_integer("drafts", drafts, error=PlanError)
-    if chunk_tokens < rows * (1 + drafts):
+    least = rows * (1 + drafts)
+    if chunk_tokens < least:
         times = f", times {1 + drafts} with drafts" if drafts else ""
         raise PlanError(f"chunk_tokens must be at least the number of slots {rows}{times}, got {chunk_tokens}")
     mixed = manager.pinned_shape(rows, chunk_tokens, history=True)
@@ -1122,7 +1131,13 @@ def shapes_of(
     fewer = {check_integer("decode_rows", few, 1, rows - 1, error=PlanError) for few in each_rows}
     decodes = [manager.pinned_shape(few, few * (1 + drafts), steps=steps) for few in (*sorted(fewer), rows)]
     *others, decode = (_wider(manager, shape, drafts) for shape in decodes)
-    return Shapes(_wider(manager, mixed, drafts), decode, steps, drafts, tuple(others))
+    mixed = _wider(manager, mixed, drafts)
+    each_tokens = check_iterable("prefill_tokens", prefill_tokens, error=PlanError)
+    fewer = {check_integer("prefill_tokens", few, least, chunk_tokens - 1, error=PlanError) for few in each_tokens}
+    narrower = [manager.pinned_shape(rows, few, history=True) for few in sorted(fewer)]
+    # With as many table entries as the widest a step fits if its tokens do.
+    narrower = [dataclasses.replace(shape, table_entries=mixed.table_entries) for shape in narrower]
+    return Shapes(mixed, decode, steps, drafts, tuple(others), tuple(narrower))
 
 
 def _wider(manager: KVCacheManager, shape: StepShape, drafts: int) -> StepShape:

@@ -139,6 +139,10 @@ class Engine:
             decode_rows: how many rows further shapes of decodes have, each an executable: a step takes as long as its
                 rows do, whether they have requests or not. (default: on a GPU, from 8 slots on, one and a quarter of
                 the slots; else none.) Along with the shape the last bits of a request's logits may change: () has one.
+            prefill_tokens: of how many tokens further shapes of steps that compute prompts are, beside the one of
+                chunk_tokens; each is an executable, and takes as long as its tokens do (default: on a GPU a quarter of
+                chunk_tokens, if that is at least 512 and has room for a token of each slot, and its drafts; else none).
+                The last bits are as with decode_rows.
             drafts: most drafts of a request in a step (default: none).
             acceptance: of drafts, as of `draft_step`: "coupled" (default), or "standard", by which more are kept and a
                 sampled request's tokens depend on its drafts, and so on what else runs; their distribution does not.

@@ -107,6 +107,7 @@ class Shapes(NamedTuple):
         steps: K of a loop, 1: none.
         drafts: most drafts of a row.
         fewer: of decodes of fewer rows, the fewest first: a step costs what its shape has rows for.
+        narrower: of mixed steps of fewer tokens, the fewest first; else as `mixed`.
     """
 
     mixed: StepShape
@@ -114,6 +115,7 @@ class Shapes(NamedTuple):
     steps: int = 1
     drafts: int = 0
     fewer: tuple[StepShape, ...] = ()
+    narrower: tuple[StepShape, ...] = ()
 
     @property
     def decodes(self) -> tuple[StepShape, ...]:
@@ -123,6 +125,15 @@ class Shapes(NamedTuple):
     def decode_of(self, rows: int) -> StepShape:
         """The first of them that has room for so many rows."""
         return next((shape for shape in self.fewer if rows <= shape.sequences), self.decode)
+
+    @property
+    def all_mixed(self) -> tuple[StepShape, ...]:
+        """All that mixed steps can have, the fewest tokens first."""
+        return (*self.narrower, self.mixed)
+
+    def mixed_of(self, tokens: int) -> StepShape:
+        """The first of them that has room for so many tokens."""
+        return next((shape for shape in self.narrower if tokens <= shape.tokens), self.mixed)
 
 
 class Executor(Protocol):

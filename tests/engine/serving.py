@@ -51,6 +51,7 @@ class Server:
         drafts: int = 0,
         steps: int = 1,
         chunk: int = 48,
+        prefill: Sequence[int] = (),
         host: bool = False,
         caching: bool = True,
         limits: Limits | None = None,
@@ -64,7 +65,7 @@ class Server:
             KVCacheManager(layout, size, policy=policy, host=pages, events=logs[i] if logs else None)
             for i in range(shards)
         ]
-        shapes = shapes_of(self.managers, chunk, steps=steps, drafts=drafts)
+        shapes = shapes_of(self.managers, chunk, steps=steps, drafts=drafts, prefill_tokens=prefill)
         executor = {name: options.pop(name) for name in ("on_send", "on_get", "guesses") if name in options}
         self.executor = ShadowExecutor(shapes, CFG.vocab_size, **executor)
         self.core = Core(self.managers, shapes, limits=limits or Limits(queued=1000), **options)

@@ -85,14 +85,15 @@ class Scene:
     faults: float = 0.01  # of calls
     every: int = 12  # answers between pauses, sleeps and other weights
     rows: tuple[int, ...] = ()  # of decodes of fewer requests than there are slots
+    tokens: tuple[int, ...] = ()  # of steps of fewer tokens than the widest
 
 
 SCENES = (
     Scene("one device", stores=True),
-    Scene("drafts", steps=2, drafts=2, all_kinds=False, rows=(1, 2)),
+    Scene("drafts", steps=2, drafts=2, all_kinds=False, rows=(1, 2), tokens=(15,)),
     Scene("stages", steps=2, drafts=4, cfg=STAGES, stores=True, all_kinds=False),
-    Scene("two shards", shards=2, stores=True, all_kinds=False, rows=(1,)),
-    Scene("two hosts", steps=2, hosts=True, all_kinds=False),
+    Scene("two shards", shards=2, stores=True, all_kinds=False, rows=(1,), tokens=(10,)),
+    Scene("two hosts", steps=2, hosts=True, all_kinds=False, tokens=(8,)),
 )
 
 
@@ -365,6 +366,7 @@ class Users:
             chunk_tokens=24,
             decode_steps=scene.steps,
             decode_rows=scene.rows,
+            prefill_tokens=scene.tokens,
             drafts=scene.drafts,
             limits=Limits(queued=48, aging=0.2, patience=0.5 if not scene.hosts else 2.0),
             top=5,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -36,6 +37,7 @@ def random_server(rng: random.Random) -> tuple[Server, list[int]]:
         shards=rng.choice([1, 1, 2]),
         drafts=rng.choice([0, 0, 2]),
         steps=rng.choice([1, 1, 4]),
+        prefill=rng.choice([(), (18,), (32, 20)]),
         host=rng.random() < 0.6,
         ahead=rng.random() < 0.8,
         on_send=on_send,
@@ -132,6 +134,36 @@ def test_loops_of_steps_run_while_nobody_waits():
     first = next(i for i, work in enumerate(works[1:], 1) if work.kind == "mixed")
     assert {work.steps for work in works[:first]} == {1}, "another one waits"
     assert [work.steps for work in works[first + 1 :]] == [4, 4]
+
+
+@pytest.mark.parametrize("options", [{}, dict(shards=2, steps=4), dict(drafts=2, ahead=False, caching=False)], ids=str)
+def test_a_step_has_the_least_shape_with_room_for_its_tokens(options):
+    """Prompts, hits, preemption, scores: the steps are those of one shape, each as narrow as its busiest shard lets."""
+
+    def run(prefill) -> tuple[list[Any], list[int], dict[Any, list[int]]]:
+        server, rng = Server(blocks=COLUMNS + 1, prefill=prefill, **options), random.Random(7)
+        works, widths = list[Any](), list[int]()
+        for i in range(24):
+            text = TEXT[: rng.randrange(70)] + [rng.randrange(CFG.vocab_size) for _ in range(rng.randrange(1, 30))]
+            count = rng.randint(1, 60)
+            server.add(text, count, sampling=Seeded(i), score=i % 8 == 7, logprobs=0 if i % 8 == 7 else None)
+            works.append(server.turn())
+        works = [work for work in [*works, *server.run()] if work is not None]
+        for work in works:
+            if work.kind != "decode":
+                need = max(sum(row.count + row.drafts for row in rows) for rows in work.rows)
+                widths.append(work.plans[0].num_tokens)
+                assert {plan.num_tokens for plan in work.plans} == {min(n for n in (*prefill, 48) if n >= need)}
+        assert server.core.counts["preemptions"] and (server.core.counts["cached_tokens"] or "caching" in options)
+        server.check_empty()
+        each = [[[(row.slot, row.count, row.drafts) for row in rows] for rows in work.rows] for work in works]
+        steps = [*zip((work.kind for work in works), each, strict=True)]
+        return steps, widths, server.tokens
+
+    steps, widths, tokens = run((12, 30))
+    one = run(())
+    assert (steps, tokens) == (one[0], one[2])
+    assert set(widths) == {12, 30, 48} and set(one[1]) == {48}
 
 
 def test_the_urgent_go_first_and_who_waits_becomes_urgent():
@@ -457,6 +489,11 @@ def test_bad_settings_are_refused():
             Limits(**options)
     with pytest.raises(PlanError, match="at least the number of slots 4"):
         shapes_of(server.managers, 3)
+    for few in (5, "1", (3,), (48,), (4.5,), (True,)):
+        with pytest.raises(PlanError, match="prefill_tokens"):
+            shapes_of(server.managers, 48, prefill_tokens=few)
+    with pytest.raises(PlanError, match="prefill_tokens must be an integer from 12 to 47, got 11"):
+        shapes_of(server.managers, 48, drafts=2, prefill_tokens=(11,))
     with pytest.raises(PlanError, match="one manager was given for several"):
         shapes_of(server.managers * 2, 48)
     others = Server(shards=2).managers

@@ -54,17 +54,17 @@ def answer(one: Engine, tokens=TEXT, count: int = 6) -> list[int]:
 
 
 @pytest.mark.parametrize("steps", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_few_requests_decode_in_steps_of_few_rows(weights, steps):
+def test_few_requests_and_short_prompts_run_in_narrow_steps(weights, steps):
     """Those that end one by one, and one that comes back from a wide step: what it samples is what it does alone."""
     asked = [(TEXT[at : at + 40], count) for at, count in ((0, 9), (12, 13), (24, 18))]
 
-    def drawn(**options) -> tuple[list[list[int]], list[int]]:
+    def drawn(**options) -> tuple[list[list[int]], dict[str, list[int]]]:
         core, executor = build.build(weights[0], LAYOUT, SIZE, weights_id="x", chunk_tokens=32, **options)
-        widths, send = list[int](), executor.send
+        widths, send = {"decode": list[int](), "mixed": list[int]()}, executor.send
 
         def noted(work):
-            if work.kind == "decode":
-                widths.append(work.plans[0].num_seqs)
+            plan = work.plans[0]
+            widths[work.kind].append(plan.num_seqs if work.kind == "decode" else plan.num_tokens)
             return send(work)
 
         executor.send = noted
@@ -73,15 +73,24 @@ def test_few_requests_decode_in_steps_of_few_rows(weights, steps):
         return [sample.tokens for (sample,) in done], widths
 
     expected, wide = drawn(decode_steps=steps)
-    found, widths = drawn(decode_steps=steps, decode_rows=(2, 1))
+    found, narrow = drawn(decode_steps=steps, decode_rows=(2, 1), prefill_tokens=(12,))
     assert found == expected and [len(each) for each in found] == [9, 13, 18]
-    assert set(wide) == {3} and widths == sorted(widths, reverse=True) and set(widths) == {1, 2, 3}
+    rows = narrow["decode"]
+    assert set(wide["decode"]) == {3} and rows == sorted(rows, reverse=True) and set(rows) == {1, 2, 3}
+    assert set(wide["mixed"]) == {32} and set(narrow["mixed"]) == {12, 32}
 
 
 @pytest.mark.parametrize("rows", [5, "1", (0,), (3,), (1.5,), (True,)], ids=str)
 def test_rows_that_no_decode_can_have_are_refused(weights, rows):
     with pytest.raises(PlanError, match="decode_rows"):
         build.build(weights[0], LAYOUT, SIZE, decode_rows=rows)
+
+
+@pytest.mark.parametrize(("chunk", "narrow"), [(2048, [512]), (4096, [1024]), (1024, []), (None, [])])
+def test_on_a_gpu_steps_have_a_quarter_of_the_tokens_where_that_is_enough(weights, monkeypatch, chunk, narrow):
+    monkeypatch.setattr(build.jax, "default_backend", lambda: "gpu")
+    core, _ = build.build(weights[0], LAYOUT, SIZE, chunk_tokens=chunk)
+    assert [shape.tokens for shape in core.shapes.narrower] == narrow
 
 
 @pytest.fixture
@@ -102,9 +111,9 @@ def compiled(caplog) -> Iterator[Callable[[], list[str]]]:
 def test_nothing_is_compiled_once_it_is_warm(weights, compiled):
     """Prompts that come alone or together, new ones and such as go on from what is cached."""
     prompts = [[seed, *TEXT[: 20 + 5 * seed]] for seed in range(8)]
-    with Engine.of(weights[0], LAYOUT, CacheSize(300, 8, 5), chunk_tokens=128) as one:
+    with Engine.of(weights[0], LAYOUT, CacheSize(300, 8, 5), chunk_tokens=128, prefill_tokens=(48,)) as one:
         one.warm_up()
-        assert "Compiling jit(_mixed)" in compiled()
+        assert compiled().count("Compiling jit(_mixed)") == 4, "of each width, that draws and that does not"
         for some in (prompts[:1], prompts[1:3], prompts[3:], prompts[:3], prompts[2:4], prompts):
             one.run([Prompt(tokens=tokens, max_new_tokens=3) for tokens in some])
         counters = one.managers[0].stats().cache.counters
