@@ -120,7 +120,7 @@ def wait_for(address: str) -> None:
 
 
 def by_aiperf(args: argparse.Namespace, host: str, port: int, streams: int) -> dict[str, Any]:
-    """What AIPerf measures of the same server: as many tokens a request, temperature and streams, prompts of its own."""
+    """What AIPerf measures of the same server: as many tokens a request, as many streams, prompts of its own."""
     count = streams * (1 + rounds(streams))
     with tempfile.TemporaryDirectory() as artifacts:
         command = [*args.aiperf.split(), "profile", "--model", args.folder.name, "--url", f"http://{host}:{port}"]
@@ -268,6 +268,10 @@ def main() -> None:
 
         how = part("draw")
         shutil.copy(args.tokenizer, args.folder / "tokenizer.json")
+        vocabulary = json.loads((args.folder / "config.json").read_text())["vocab_size"]
+        known = len(json.loads(args.tokenizer.read_text())["model"]["vocab"])
+        if known < 0.9 * vocabulary:  # random weights draw all ids, and one without a text makes no event
+            raise SystemExit(f"--tokenizer has {known} tokens of {vocabulary}: first tokens would be said late")
         flags = f"--model {args.model} --layers {args.layers}"
         recorder = Recorder(args.json, command=f"python benchmarks/bench_serve.py {flags}", **how)
         clients, engine = through_server(args), part("engine")

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax.formats import index_format
-from dsv4_jax.ops.columns import Product
-from dsv4_jax.ops.columns import Columns
+from dsv4_jax.ops.columns import Columns, Product
 from dsv4_jax.ops.queries import finish_queries
 
 from ..oracle import rows as oracle
