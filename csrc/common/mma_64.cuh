@@ -6,12 +6,12 @@
 
 namespace dsv4 {
 
-// `accumulate` 0 overwrites d, a thread's kN / 2 numbers.
+// `accumulate` 0 overwrites d.
 template <int kN>
-__device__ __forceinline__ void mma_64(float* d, const uint32_t* a, uint64_t b, int accumulate);
+__device__ __forceinline__ void mma_64(float (&d)[kN / 2], const uint32_t* a, uint64_t b, int accumulate);
 // A K-major in shared memory, too.
 template <int kN>
-__device__ __forceinline__ void mma_64(float* d, uint64_t a, uint64_t b, int accumulate);
+__device__ __forceinline__ void mma_64(float (&d)[kN / 2], uint64_t a, uint64_t b, int accumulate);
 
 #define DSV4_A4(a) "r"((a)[0]), "r"((a)[1]), "r"((a)[2]), "r"((a)[3])
 
@@ -19,31 +19,31 @@ __device__ __forceinline__ void mma_64(float* d, uint64_t a, uint64_t b, int acc
 #define DSV4_REGISTERS_8 "%0, %1, %2, %3"
 #define DSV4_REGISTERS_16 DSV4_REGISTERS_8 ", %4, %5, %6, %7"
 #define DSV4_REGISTERS_32 DSV4_REGISTERS_16 ", %8, %9, %10, %11, %12, %13, %14, %15"
-#define DSV4_REGISTERS_40 DSV4_REGISTERS_32 ", %16, %17, %18, %19"
 #define DSV4_REGISTERS_64 \
   DSV4_REGISTERS_32       \
   ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define DSV4_REGISTERS_96 \
   DSV4_REGISTERS_64       \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-#define DSV4_REGISTERS_112 DSV4_REGISTERS_96 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define DSV4_REGISTERS_120 \
+  DSV4_REGISTERS_96        \
+  ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59"
 #define DSV4_REGISTERS_128 \
   DSV4_REGISTERS_96        \
   ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define DSV4_SUMS_8(d) DSV4_F4(d, 0)
 #define DSV4_SUMS_16(d) DSV4_F8(d, 0)
 #define DSV4_SUMS_32(d) DSV4_F16(d, 0)
-#define DSV4_SUMS_40(d) DSV4_SUMS_32(d), DSV4_F4(d, 16)
 #define DSV4_SUMS_64(d) DSV4_F16(d, 0), DSV4_F16(d, 16)
 #define DSV4_SUMS_96(d) DSV4_SUMS_64(d), DSV4_F16(d, 32)
-#define DSV4_SUMS_112(d) DSV4_SUMS_96(d), DSV4_F8(d, 48)
+#define DSV4_SUMS_120(d) DSV4_SUMS_96(d), DSV4_F8(d, 48), DSV4_F4(d, 56)
 #define DSV4_SUMS_128(d) DSV4_F64(d, 0)
 
 // One product of `name`: `a` is of TYPE, in the instruction A, and given by __VA_ARGS__; B and P are the numbers of the
 // operands b and accumulate.
 #define DSV4_MMA(NAME, N, TYPE, KINDS, A, B, P, END, ...)                                                         \
   template <>                                                                                                     \
-  __device__ __forceinline__ void NAME<N>(float* d, TYPE a, uint64_t b, int accumulate) {                         \
+  __device__ __forceinline__ void NAME<N>(float(&d)[N / 2], TYPE a, uint64_t b, int accumulate) {                 \
     asm volatile("{.reg .pred p; setp.ne.b32 p, %" P                                                              \
                  ", 0;\n"                                                                                         \
                  "wgmma.mma_async.sync.aligned.m64n" #N KINDS " {" DSV4_REGISTERS_##N "}, " A ", %" B ", p, " END \

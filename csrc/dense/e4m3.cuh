@@ -51,7 +51,7 @@ inline int e4m3_parts(int weight_rows, int columns) {
 
 // d[64 x N] (+)= A[64 x 32] B[32 x N] of e4m3, both K-major in shared memory. `accumulate` 0 overwrites d.
 template <int kN>
-__device__ __forceinline__ void mma_e4m3(float* d, uint64_t a, uint64_t b, int accumulate);
+__device__ __forceinline__ void mma_e4m3(float (&d)[kN / 2], uint64_t a, uint64_t b, int accumulate);
 
 #define DSV4_SHARED_MMA_E4M3(N, A, B, P) \
   DSV4_MMA(mma_e4m3, N, uint64_t, "k32.f32.e4m3.e4m3", "%" A, B, P, "1, 1;}", "l"(a))

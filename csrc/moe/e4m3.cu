@@ -40,7 +40,7 @@ cudaError_t launch_e4m3_with(const MoeArgs& args, cudaStream_t stream) {
 
 // Warpgroups, rows of an item, blocks an SM, stages, blocks of K of a stage: from the fewest rows to the most.
 using E4m3Shapes = std::tuple<MoeE4m3Shape<4, 8, 1, 5, 2>, MoeE4m3Shape<4, 16, 1, 5, 2>, MoeE4m3Shape<4, 32, 1, 4, 2>,
-                              MoeE4m3Shape<4, 64, 1, 3, 2>, MoeE4m3Shape<2, 112, 1, 5, 1>>;
+                              MoeE4m3Shape<4, 64, 1, 3, 2>, MoeE4m3Shape<2, 120, 1, 5, 1>>;
 
 // The number, from 1 on, of the shape for so many rows of an expert on average.
 int choose_e4m3_shape(int64_t rows) {

@@ -37,10 +37,6 @@ struct MoeE4m3Shape {
   static constexpr int kStages = kStagesOf;
   static constexpr int kRun = kRunOf;       // blocks of 128 columns, a stage
   static constexpr bool kMany = kDown > 1;  // items of several sizes
-  static constexpr int kStageTiles =
-      kDown * kRun;  // of a warpgroup: its own of each block of columns, one after another
-  __device__ __forceinline__ static constexpr int down(int tile) { return tile % kDown; }
-  __device__ __forceinline__ static constexpr int run(int tile) { return tile / kDown; }
   static constexpr int kConsumers = kWarpgroup * kGroups;
   static constexpr int kThreads = kConsumers + kWarpgroup;
   // A thread's, of those that multiply and of those that copy: together no more than all have when the block starts.
@@ -80,17 +76,6 @@ struct MoeE4m3Product {
   int groups;     // of rows, of all experts
 };
 
-// Calls `f` with a number of columns that `rows` fit in: with that of the shape, or, of many, with the first of these.
-template <typename Shape, typename F>
-__device__ __forceinline__ void with_columns(int rows, const F& f) {
-  if constexpr (Shape::kMany) {
-    if (rows <= 64) return f(std::integral_constant<int, 64>{});
-    if (rows <= 80) return f(std::integral_constant<int, 80>{});
-    if (rows <= 96) return f(std::integral_constant<int, 96>{});
-  }
-  f(std::integral_constant<int, Shape::kRows>{});
-}
-
 // Addresses in shared memory, and a stage of the ring.
 template <typename Shape>
 struct E4m3Ring {
@@ -107,9 +92,6 @@ struct E4m3Ring {
   }
   __device__ __forceinline__ uint32_t weights_of(int tile, int run) const {
     return weights + stage.index * Shape::kWeightBytes + (tile * Shape::kRun + run) * kTileBytes;
-  }
-  __device__ __forceinline__ uint32_t tile(int number, int group) const {  // of a warpgroup
-    return weights_of(Shape::down(number) * Shape::kGroups + group, Shape::run(number));
   }
   __device__ __forceinline__ void next() {
     if (++stage.index == Shape::kStages) stage.index = 0, stage.phase ^= 1;
@@ -151,11 +133,16 @@ __device__ __forceinline__ void copy_e4m3_items(E4m3Ring<Shape> ring, MoeE4m3Ite
   barrier_arrive(ring.full());
 }
 
-// Sums in `total`, from that of column 0 on, += sum * scale of the token, which is a column here, * that of the
-// weights: `upper` of the lane's row, `lower` of the one eight below.
+// Turns of two warpgroups with the matrix unit; the first one has the first.
+constexpr int kTurnBarrier = 2;  // and the one after it: named barriers, of a turn of group 0 and of group 1
+__device__ __forceinline__ void wait_for_turn(int group) { named_sync(kTurnBarrier + group, 2 * kWarpgroup); }
+__device__ __forceinline__ void pass_turn(int group) { named_arrive(kTurnBarrier + 1 - group, 2 * kWarpgroup); }
+
+// total += sum * scale of the token, which is a column here, * that of the weights: `upper` of the lane's row, `lower`
+// of the one eight below.
 template <int kN>
-__device__ __forceinline__ void add_scaled_columns(float* total, const float* sum, uint32_t scales, float upper,
-                                                   float lower, int lane) {
+__device__ __forceinline__ void add_scaled_columns(float (&total)[kN / 2], const float (&sum)[kN / 2], uint32_t scales,
+                                                   float upper, float lower, int lane) {
   const uint32_t own = scales + 2 * quad_lane(lane) * sizeof(float);
 #pragma unroll
   for (int j = 0; j < kN / kCellColumns; ++j) {
@@ -168,41 +155,50 @@ __device__ __forceinline__ void add_scaled_columns(float* total, const float* su
   }
 }
 
-// What a warpgroup has of a tile of weights: A of its products, and what the lane's two rows have for scales.
-struct E4m3Tile {
+// A tile's 128 columns, which have one scale. `kTurns`: of two warpgroups one has the matrix unit while the other adds
+// up and widens; `group` is whose turn it is.
+template <int kN, bool kTurns>
+__device__ __forceinline__ void multiply_widened(float (&total)[kN / 2], float (&sum)[kN / 2], uint32_t tile,
+                                                 uint32_t rows, uint32_t scales, uint32_t tables, int group,
+                                                 int thread) {
+  constexpr uint32_t kCode = (1u << kE4m3Bits) - 1;
+  const uint2 of_rows = load_shared2(tile + kCodeBytes + quad_of(thread) * sizeof(uint2));
+  const uint32_t codes = tile + thread * sizeof(uint2), b = k_major_low(rows);
   uint32_t a[kWordGroups][kFragment];
-  uint2 scales;
-};
-
-__device__ __forceinline__ uint2 scales_of_tile(uint32_t tile, int thread) {
-  return load_shared2(tile + kCodeBytes + quad_of(thread) * sizeof(uint2));
-}
-// Of a row of weights for 128 columns; or for the first 32 that are left.
-__device__ __forceinline__ float weight_factor(uint32_t of_row) { return factor_of(of_row & ((1u << kE4m3Bits) - 1)); }
-
-// Widens groups `kFrom` .. `kTo` - 1 of 32 columns of the tile at `tile`, whose scales are there.
-template <int kFrom, int kTo>
-__device__ __forceinline__ void widen_groups(E4m3Tile& to, uint32_t tile, uint32_t tables, int thread) {
-  const uint32_t codes = tile + thread * sizeof(uint2);
-  uint2 words[kTo - kFrom], upper[kTo - kFrom], lower[kTo - kFrom];
-  each<kTo - kFrom>([&](auto number) {
-    constexpr int i = decltype(number)::value;
-    words[i] = load_shared2(codes + (kFrom + i) * kGroupCodes);
-    upper[i] = load_shared2(tables + table_offset<kFrom + i>(to.scales.x));
-    lower[i] = load_shared2(tables + table_offset<kFrom + i>(to.scales.y));
+  const auto widen_group = [&](auto number) {
+    constexpr int g = decltype(number)::value;
+    const uint2 words = load_shared2(codes + g * kGroupCodes);
+    widen(words.x, load_shared2(tables + table_offset<g>(of_rows.x)), a[g][0], a[g][2]);
+    widen(words.y, load_shared2(tables + table_offset<g>(of_rows.y)), a[g][1], a[g][3]);
+  };
+  if constexpr (kTurns) {
+    each<kWordGroups>(widen_group);
+    wait_for_turn(group);
+  }
+  fence_sums(sum);
+  if constexpr (kTurns) mma_fence();
+  each<kWordGroups>([&](auto number) {
+    constexpr int g = decltype(number)::value;
+    if constexpr (!kTurns) {
+      widen_group(number);
+      mma_fence();
+    }
+    mma_e4m3<kN>(sum, a[g], k_major(b, g * kE4m3Depth), g > 0);
+    mma_commit();
   });
-  each<kTo - kFrom>([&](auto number) {
-    constexpr int i = decltype(number)::value, g = kFrom + i;
-    widen(words[i].x, upper[i], to.a[g][0], to.a[g][2]);
-    widen(words[i].y, lower[i], to.a[g][1], to.a[g][3]);
-  });
+  mma_wait<0>();
+  if constexpr (kTurns) pass_turn(group);
+  fence_sums(sum);
+  add_scaled_columns<kN>(total, sum, scales, factor_of(of_rows.x & kCode), factor_of(of_rows.y & kCode),
+                         lane_of(thread));
 }
 
-// Products of tiles of which each 32 columns have a scale of their own, one after the other.
+// The same of a tile of which each 32 columns have a scale of their own.
 template <int kN>
 __device__ __forceinline__ void multiply_by_32(float (&total)[kN / 2], float (&sum)[kN / 2], uint32_t tile,
                                                uint32_t rows, uint32_t scales, uint32_t tables, int thread) {
-  uint2 of_rows = scales_of_tile(tile, thread);
+  constexpr uint32_t kCode = (1u << kE4m3Bits) - 1;
+  uint2 of_rows = load_shared2(tile + kCodeBytes + quad_of(thread) * sizeof(uint2));
   const uint2 table = load_shared2(tables + kNoFactor * sizeof(uint2));
   uint32_t codes = tile + thread * sizeof(uint2), b = k_major_low(rows);
 #pragma unroll 1
@@ -217,136 +213,44 @@ __device__ __forceinline__ void multiply_by_32(float (&total)[kN / 2], float (&s
     mma_commit();
     mma_wait<0>();
     fence_sums(sum);
-    add_scaled_columns<kN>(total, sum, scales, weight_factor(of_rows.x), weight_factor(of_rows.y), lane_of(thread));
+    add_scaled_columns<kN>(total, sum, scales, factor_of(of_rows.x & kCode), factor_of(of_rows.y & kCode),
+                           lane_of(thread));
     codes += kGroupCodes, b += kE4m3Depth >> kDescriptorUnit;
     of_rows.x >>= kE4m3Bits, of_rows.y >>= kE4m3Bits;
   }
 }
 
-template <typename Shape, int kN>
-using Totals = float[Shape::kDown][kN / 2];
-
 // A warpgroup's products over all of K. Leaves with nothing in flight and all its stages handed back.
-template <typename Shape>
-__device__ __forceinline__ void multiply_by_32(Totals<Shape, Shape::kRows>& total, E4m3Ring<Shape>& ring, int steps,
-                                               int group, int thread) {
-  float sum[Shape::kRows / 2];
+template <typename Shape, int kN, bool kIsWidened>
+__device__ __forceinline__ void multiply_e4m3(float (&total)[Shape::kDown][kN / 2], E4m3Ring<Shape>& ring, int steps,
+                                              int group, int thread) {
+  float sum[kN / 2];
 #pragma unroll
   for (float& x : sum) x = 0;
+#pragma unroll
+  for (auto& one : total) {
+#pragma unroll
+    for (float& x : one) x = 0;
+  }
 #pragma unroll 1
   for (int step = 0; step < steps; ++step, ring.next()) {
     barrier_wait(ring.full(), ring.stage.phase);
 #pragma unroll
-    for (int i = 0; i < Shape::kStageTiles; ++i)
-      multiply_by_32<Shape::kRows>(total[Shape::down(i)], sum, ring.tile(i, group), ring.rows_of(Shape::run(i)),
-                                   ring.scales_of(Shape::run(i)), ring.tables, thread);
+    for (int r = 0; r < Shape::kRun; ++r) {
+#pragma unroll
+      for (int m = 0; m < Shape::kDown; ++m) {
+        const uint32_t tile = ring.weights_of(m * Shape::kGroups + group, r);
+        if constexpr (kIsWidened) {
+          multiply_widened<kN, Shape::kMany>(total[m], sum, tile, ring.rows_of(r), ring.scales_of(r), ring.tables,
+                                             group, thread);
+        } else {
+          multiply_by_32<kN>(total[m], sum, tile, ring.rows_of(r), ring.scales_of(r), ring.tables, thread);
+        }
+      }
+    }
     __syncwarp();
     if (lane_of(thread) == 0) barrier_arrive(ring.empty());
   }
-}
-
-// How the columns (tokens) of an item are cut for `multiply_widened`: `kUnits` products of a tile of `kColumns` each.
-// The compiler lets them overlap while there are registers for two sums, and all are as wide (`-Xptxas -v` says C75xx
-// if it does not). More than 96 columns leave room for narrow ones alone.
-template <int kN>
-struct Cut {
-  static constexpr int kUnits = kN <= 32 ? 1 : kN <= 80 ? 2 : kN <= 96 ? 3 : 7;
-  static constexpr int kColumns = kN / kUnits;
-  static_assert(kN % kUnits == 0 && kColumns % kCellColumns == 0, "all are as wide");
-  // The first of a tile's groups of 32 columns of K that are widened beside a unit: all of them, spread over the units.
-  __device__ __forceinline__ static constexpr int group(int unit) { return kWordGroups * unit / kUnits; }
-};
-
-// One of two, by a number known when this is compiled: an array of them would not stay in registers.
-template <int kNumber, typename T>
-__device__ __forceinline__ T& pick(T& even, T& odd) {
-  if constexpr (kNumber % 2 == 0) {
-    return even;
-  } else {
-    return odd;
-  }
-}
-
-// The same of widened weights and `kN` tokens. While the matrix unit has a product of some tokens, the sums of those
-// before are added up and the next tile is widened; the sums of a tile's last tokens wait for the next tile's first
-// product, and their stage with them.
-template <typename Shape, int kN>
-__device__ __forceinline__ void multiply_widened(Totals<Shape, kN>& total, E4m3Ring<Shape>& ring, int steps, int group,
-                                                 int thread) {
-  using Of = Cut<kN>;
-  constexpr int kTiles = Shape::kStageTiles, kUnits = Of::kUnits, kColumns = Of::kColumns;
-  static_assert(kTiles == 2, "each stage's tiles take turns with two sets of registers");
-  const int lane = lane_of(thread);
-  E4m3Tile even_tile, odd_tile;
-  float even_sum[kColumns / 2], odd_sum[kColumns / 2];
-#pragma unroll
-  for (float& x : even_sum) x = 0;
-#pragma unroll
-  for (float& x : odd_sum) x = 0;
-  odd_tile.scales = {0, 0};  // nothing was multiplied before: zeros are added up
-  uint32_t late_scales = ring.scales_of(0), late_stage = 0;
-  {
-    const uint32_t tile = ring.tile(0, group);
-    even_tile.scales = scales_of_tile(tile, thread);
-    widen_groups<0, kWordGroups>(even_tile, tile, ring.tables, thread);
-  }
-  const auto add = [&](auto of, auto unit, uint32_t scales) {
-    constexpr int i = decltype(of)::value, u = decltype(unit)::value;
-    const E4m3Tile& tile = pick<i>(even_tile, odd_tile);
-    add_scaled_columns<kColumns>(total[Shape::down(i)] + u * kColumns / 2, pick<i * kUnits + u>(even_sum, odd_sum),
-                                 scales + u * kColumns * sizeof(float), weight_factor(tile.scales.x),
-                                 weight_factor(tile.scales.y), lane);
-  };
-  static_assert(kTiles * kUnits % 2 == 0, "each stage begins with the same sums");
-#pragma unroll 1
-  for (int step = 0; step < steps; ++step) {
-    E4m3Ring<Shape> ahead = ring;
-    ahead.next();
-    each<kTiles>([&](auto of) {
-      constexpr int i = decltype(of)::value, kNext = (i + 1) % kTiles;
-      const uint32_t b = k_major_low(ring.rows_of(Shape::run(i)));
-      E4m3Tile &own = pick<i>(even_tile, odd_tile), &other = pick<kNext>(even_tile, odd_tile);
-      const uint32_t next = kNext > 0 ? ring.tile(kNext, group) : ahead.tile(0, group);
-      each<kUnits>([&](auto unit) {
-        constexpr int u = decltype(unit)::value, kNumber = i * kUnits + u;
-        auto& sum = pick<kNumber>(even_sum, odd_sum);
-        fence_sums(sum);
-        mma_fence();
-        each<kWordGroups>([&](auto number) {
-          constexpr int g = decltype(number)::value;
-          mma_e4m3<kColumns>(sum, own.a[g], k_major(b, u * kColumns * kRowBytes + g * kE4m3Depth), g > 0);
-        });
-        mma_commit();
-        if constexpr (kNumber > 0) {  // the product before, too, has been in flight
-          mma_wait<1>();
-          fence_sums(pick<kNumber + 1>(even_sum, odd_sum));
-        }
-        if constexpr (u == 0) {
-          // Another stage's, or that of the same stage's other columns.
-          add(std::integral_constant<int, kNext>{}, std::integral_constant<int, kUnits - 1>{}, late_scales);
-          if (i == 0 && step > 0) {
-            __syncwarp();
-            if (lane == 0) barrier_arrive(late_stage);
-          }
-          late_scales = ring.scales_of(Shape::run(i));
-          if (kNext == 0 && step + 1 < steps) barrier_wait(ahead.full(), ahead.stage.phase);
-          other.scales = scales_of_tile(next, thread);
-        } else {
-          add(of, std::integral_constant<int, u - 1>{}, late_scales);
-        }
-        // After the last step what comes next is not there: its codes are of no use.
-        if constexpr (Of::group(u) < Of::group(u + 1))
-          widen_groups<Of::group(u), Of::group(u + 1)>(other, next, ring.tables, thread);
-      });
-    });
-    mma_wait<0>();  // the compiler knows of none that are in flight from one turn to the next
-    fence_sums(pick<kTiles * kUnits - 1>(even_sum, odd_sum));
-    late_stage = ring.empty();
-    ring = ahead;
-  }
-  add(std::integral_constant<int, kTiles - 1>{}, std::integral_constant<int, kUnits - 1>{}, late_scales);
-  __syncwarp();
-  if (lane == 0) barrier_arrive(late_stage);
 }
 
 // silu(gate) * up, the gate clamped above and up on both sides, NaN stays; times the share. Each step rounded by
@@ -370,7 +274,7 @@ __device__ __forceinline__ uint32_t transposed(uint32_t x) {
 // Of each 16 rows of a warp the first 8 are gates and the others their ups. Rows of the next product are written: 128
 // columns of each token, and their scales.
 template <typename Shape, int kN>
-__device__ __forceinline__ void store_e4m3_middle(const Totals<Shape, kN>& d, const MoeArgs& args,
+__device__ __forceinline__ void store_e4m3_middle(const float (&d)[Shape::kDown][kN / 2], const MoeArgs& args,
                                                   const MoeE4m3Work& work, uint32_t out, const MoeE4m3Item& item,
                                                   int group, int thread) {
   const int lane = lane_of(thread), rows = item.rows.rows(), first = item.rows.group() * kGroupRows;
@@ -406,15 +310,15 @@ __device__ __forceinline__ void store_e4m3_middle(const Totals<Shape, kN>& d, co
 
 // The experts' results, by pair.
 template <typename Shape, int kN>
-__device__ __forceinline__ void store_e4m3_parts(const Totals<Shape, kN>& d, const MoeArgs& args,
+__device__ __forceinline__ void store_e4m3_parts(const float (&d)[Shape::kDown][kN / 2], const MoeArgs& args,
                                                  const MoeE4m3Work& work, uint32_t out, const MoeE4m3Item& item,
                                                  int group, int thread) {
   const int lane = lane_of(thread), rows = item.rows.rows(), first = item.rows.group() * kGroupRows;
   constexpr int kChunks = Shape::kOutColumns / kChunkColumns;  // of a row
   const uint32_t own = out + quad_of(lane) * Shape::kOutPitch +
                        2 * (group * kWeightRows + warp_of(thread) * kWarpRows + 2 * quad_lane(lane));
-  each<Shape::kDown>([&](auto number) {
-    constexpr int m = decltype(number)::value;
+#pragma unroll
+  for (int m = 0; m < Shape::kDown; ++m) {
     named_sync(1, Shape::kConsumers);  // what left before has been read
 #pragma unroll
     for (int j = 0; j < kN / kCellColumns; ++j) {
@@ -432,24 +336,14 @@ __device__ __forceinline__ void store_e4m3_parts(const Totals<Shape, kN>& d, con
       *reinterpret_cast<uint4*>(work.parts + pair * args.hidden + column + chunk * kChunkColumns) =
           load_shared(out + row * Shape::kOutPitch + chunk * kChunkBytes);
     }
-  });
+  }
 }
 
-// An item, of at most `kN` rows.
 template <typename Shape, bool kGateUp, int kN, bool kIsWidened>
 __device__ __forceinline__ void run_item(const MoeArgs& args, const MoeE4m3Work& work, E4m3Ring<Shape>& ring, int steps,
                                          const MoeE4m3Item& item, int group, int thread) {
-  Totals<Shape, kN> total;
-#pragma unroll
-  for (auto& one : total) {
-#pragma unroll
-    for (float& x : one) x = 0;
-  }
-  if constexpr (kIsWidened) {
-    multiply_widened<Shape, kN>(total, ring, steps, group, thread);
-  } else {
-    multiply_by_32<Shape>(total, ring, steps, group, thread);
-  }
+  float total[Shape::kDown][kN / 2];
+  multiply_e4m3<Shape, kN, kIsWidened>(total, ring, steps, group, thread);
   if constexpr (kGateUp) {
     store_e4m3_middle<Shape, kN>(total, args, work, ring.out, item, group, thread);
   } else {
@@ -500,18 +394,28 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     }
   } else {
     take_registers<Shape::kOwnRegisters>();
+    if (Shape::kMany && group == 1) pass_turn(group);
     while (true) {
       barrier_wait(ring.full(), ring.stage.phase);
       const MoeE4m3Item item = announced[ring.stage.index];
-      const int rows = __shfl_sync(kAllLanes, item.rows.rows(), 0);  // that they are a warp's is not known else
+      const int rows = item.rows.rows();
       if (rows == 0) break;
-      const uint32_t last = load_shared1(ring.tile(0, group) + kCodeBytes) >> (32 - kE4m3Bits);
-      if (__shfl_sync(kAllLanes, last, 0) != kWidened) {
+      const bool widened = load_shared1(ring.weights_of(0, 0) + kCodeBytes) >> (32 - kE4m3Bits) == kWidened;
+      const auto run = [&](auto n) {
+        run_item<Shape, kGateUp, decltype(n)::value, true>(args, work, ring, steps, item, group, thread);
+      };
+      if (!widened) {
         run_item<Shape, kGateUp, Shape::kRows, false>(args, work, ring, steps, item, group, thread);
+      } else if constexpr (Shape::kMany) {
+        if (rows <= 64) {
+          run(std::integral_constant<int, 64>{});
+        } else if (rows <= 96) {
+          run(std::integral_constant<int, 96>{});
+        } else {
+          run(std::integral_constant<int, Shape::kRows>{});
+        }
       } else {
-        with_columns<Shape>(rows, [&](auto columns) {
-          run_item<Shape, kGateUp, decltype(columns)::value, true>(args, work, ring, steps, item, group, thread);
-        });
+        run(std::integral_constant<int, Shape::kRows>{});
       }
     }
   }

@@ -65,7 +65,7 @@ __device__ __forceinline__ float factor_of(uint32_t code) {
 // d[64 x N] (+)= A[64 x 32] B[32 x N] of e4m3, A in registers (words as `mma_64x64_e4m3` has them), B K-major in shared
 // memory. `accumulate` 0 overwrites d.
 template <int kN>
-__device__ __forceinline__ void mma_e4m3(float* d, const uint32_t* a, uint64_t b, int accumulate);
+__device__ __forceinline__ void mma_e4m3(float (&d)[kN / 2], const uint32_t* a, uint64_t b, int accumulate);
 
 #define DSV4_MMA_E4M3(N, A, B, P) \
   DSV4_MMA(mma_e4m3, N, const uint32_t*, "k32.f32.e4m3.e4m3", "{" A "}", B, P, "1, 1;}", DSV4_A4(a))
@@ -73,8 +73,8 @@ __device__ __forceinline__ void mma_e4m3(float* d, const uint32_t* a, uint64_t b
 DSV4_MMA_E4M3(8, "%4, %5, %6, %7", "8", "9")
 DSV4_MMA_E4M3(16, "%8, %9, %10, %11", "12", "13")
 DSV4_MMA_E4M3(32, "%16, %17, %18, %19", "20", "21")
-DSV4_MMA_E4M3(40, "%20, %21, %22, %23", "24", "25")
 DSV4_MMA_E4M3(64, "%32, %33, %34, %35", "36", "37")
-DSV4_MMA_E4M3(112, "%56, %57, %58, %59", "60", "61")
+DSV4_MMA_E4M3(96, "%48, %49, %50, %51", "52", "53")
+DSV4_MMA_E4M3(120, "%60, %61, %62, %63", "64", "65")
 
 }  // namespace dsv4
