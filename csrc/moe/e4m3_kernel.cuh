@@ -133,11 +133,6 @@ __device__ __forceinline__ void copy_e4m3_items(E4m3Ring<Shape> ring, MoeE4m3Ite
   barrier_arrive(ring.full());
 }
 
-// Turns of two warpgroups with the matrix unit; the first one has the first.
-constexpr int kTurnBarrier = 2;  // and the one after it: named barriers, of a turn of group 0 and of group 1
-__device__ __forceinline__ void wait_for_turn(int group) { named_sync(kTurnBarrier + group, 2 * kWarpgroup); }
-__device__ __forceinline__ void pass_turn(int group) { named_arrive(kTurnBarrier + 1 - group, 2 * kWarpgroup); }
-
 // total += sum * scale of the token, which is a column here, * that of the weights: `upper` of the lane's row, `lower`
 // of the one eight below.
 template <int kN>
@@ -155,39 +150,25 @@ __device__ __forceinline__ void add_scaled_columns(float (&total)[kN / 2], const
   }
 }
 
-// A tile's 128 columns, which have one scale. `kTurns`: of two warpgroups one has the matrix unit while the other adds
-// up and widens; `group` is whose turn it is.
-template <int kN, bool kTurns>
+// A tile's 128 columns, which have one scale.
+template <int kN>
 __device__ __forceinline__ void multiply_widened(float (&total)[kN / 2], float (&sum)[kN / 2], uint32_t tile,
-                                                 uint32_t rows, uint32_t scales, uint32_t tables, int group,
-                                                 int thread) {
+                                                 uint32_t rows, uint32_t scales, uint32_t tables, int thread) {
   constexpr uint32_t kCode = (1u << kE4m3Bits) - 1;
   const uint2 of_rows = load_shared2(tile + kCodeBytes + quad_of(thread) * sizeof(uint2));
   const uint32_t codes = tile + thread * sizeof(uint2), b = k_major_low(rows);
   uint32_t a[kWordGroups][kFragment];
-  const auto widen_group = [&](auto number) {
+  fence_sums(sum);
+  each<kWordGroups>([&](auto number) {
     constexpr int g = decltype(number)::value;
     const uint2 words = load_shared2(codes + g * kGroupCodes);
     widen(words.x, load_shared2(tables + table_offset<g>(of_rows.x)), a[g][0], a[g][2]);
     widen(words.y, load_shared2(tables + table_offset<g>(of_rows.y)), a[g][1], a[g][3]);
-  };
-  if constexpr (kTurns) {
-    each<kWordGroups>(widen_group);
-    wait_for_turn(group);
-  }
-  fence_sums(sum);
-  if constexpr (kTurns) mma_fence();
-  each<kWordGroups>([&](auto number) {
-    constexpr int g = decltype(number)::value;
-    if constexpr (!kTurns) {
-      widen_group(number);
-      mma_fence();
-    }
+    mma_fence();
     mma_e4m3<kN>(sum, a[g], k_major(b, g * kE4m3Depth), g > 0);
     mma_commit();
   });
   mma_wait<0>();
-  if constexpr (kTurns) pass_turn(group);
   fence_sums(sum);
   add_scaled_columns<kN>(total, sum, scales, factor_of(of_rows.x & kCode), factor_of(of_rows.y & kCode),
                          lane_of(thread));
@@ -241,8 +222,7 @@ __device__ __forceinline__ void multiply_e4m3(float (&total)[Shape::kDown][kN / 
       for (int m = 0; m < Shape::kDown; ++m) {
         const uint32_t tile = ring.weights_of(m * Shape::kGroups + group, r);
         if constexpr (kIsWidened) {
-          multiply_widened<kN, Shape::kMany>(total[m], sum, tile, ring.rows_of(r), ring.scales_of(r), ring.tables,
-                                             group, thread);
+          multiply_widened<kN>(total[m], sum, tile, ring.rows_of(r), ring.scales_of(r), ring.tables, thread);
         } else {
           multiply_by_32<kN>(total[m], sum, tile, ring.rows_of(r), ring.scales_of(r), ring.tables, thread);
         }
@@ -394,13 +374,12 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     }
   } else {
     take_registers<Shape::kOwnRegisters>();
-    if (Shape::kMany && group == 1) pass_turn(group);
     while (true) {
       barrier_wait(ring.full(), ring.stage.phase);
       const MoeE4m3Item item = announced[ring.stage.index];
       const int rows = item.rows.rows();
       if (rows == 0) break;
-      const bool widened = load_shared1(ring.weights_of(0, 0) + kCodeBytes) >> (32 - kE4m3Bits) == kWidened;
+      const bool widened = load_shared1(ring.weights_of(group, 0) + kCodeBytes) >> (32 - kE4m3Bits) == kWidened;
       const auto run = [&](auto n) {
         run_item<Shape, kGateUp, decltype(n)::value, true>(args, work, ring, steps, item, group, thread);
       };
