@@ -146,7 +146,6 @@ def by_aiperf(args: argparse.Namespace, host: str, port: int, streams: int) -> d
         "first_p99_ms": first["p99"],
         "between_ms": between["p50"],
         "between_p99_ms": between["p99"],
-        "requests": found["request_count"]["avg"],
     }
 
 

@@ -171,7 +171,8 @@ SECTIONS = (
         "Streams of a server",
         "`benchmarks/bench_serve.py`: prompts that nobody sent before, answers of a fixed length streamed to as many "
         "clients at once, through `dsv4-jax serve` and through an `Engine` alone; medians of rounds, of first tokens "
-        "and times between tokens also the 99th percentile over streams.",
+        "and times between tokens also the 99th percentile over streams. `aiperf`: NVIDIA's load generator asks the "
+        "same server for as much; its streams do not begin at once, but each when another ends.",
         table="serve",
     ),
     Section(
