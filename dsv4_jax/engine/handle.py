@@ -7,7 +7,7 @@ import contextlib
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -26,7 +26,15 @@ class _Event(Protocol):
     def set(self) -> None: ...
 
 
-Waiter = tuple[asyncio.AbstractEventLoop, _Event]
+class Teller(Protocol):
+    """Who is told of all its events at once, in the engine's thread (or the watchdog's), in place of a loop."""
+
+    def tell(self, events: Iterable[Any]) -> None:
+        """There is news of these. Neither raises nor waits."""
+        ...
+
+
+Waiter = tuple[asyncio.AbstractEventLoop, _Event] | tuple[Teller, Any]
 
 
 class Handle:
@@ -128,14 +136,14 @@ class Handle:
             if self._left:
                 self.abort()
 
-    def reader(self, loop: asyncio.AbstractEventLoop, event: _Event) -> Callable[[], list[Output]]:
+    def reader(self, teller: Teller, event: Any) -> Callable[[], list[Output]]:
         """For who reads many requests at once: what it returns gives the outputs since it was last called.
 
-        `event`, which all of them may share, is set in `loop` when there are some. Nothing is aborted.
+        `teller` is told of `event` when there are some. Nothing is aborted.
         """
         seen = _Seen(len(self._completions))
         with self._lock:
-            self._waiters.append((loop, event))
+            self._waiters.append((teller, event))
 
         def take() -> list[Output]:
             with self._lock:
@@ -165,7 +173,7 @@ class Handle:
 
 
 class Loops:
-    """Sets readers' events, each in its loop of asyncio: one call of a loop, however many events there are.
+    """Sets readers' events, each in its loop of asyncio: one call of a loop or teller, however many events there are.
 
     A thread that computes hands the interpreter on every few milliseconds alone, and a loop has to ask for it anew
     after each call of the system: beside steps that never let go of it, it might not come to its turn before the engine
@@ -178,10 +186,13 @@ class Loops:
 
     def wake(self, waiters: Iterable[Waiter]) -> None:
         """Has these events set. From any thread."""
-        found: dict[asyncio.AbstractEventLoop, set[_Event]] = {}
+        found: dict[Any, set[Any]] = {}
         for loop, event in waiters:
             found.setdefault(loop, set()).add(event)
         for loop, events in found.items():
+            if not isinstance(loop, asyncio.AbstractEventLoop):
+                loop.tell(events)
+                continue
             with self._lock:
                 self._called = {each: its for each, its in self._called.items() if not each.is_closed()}
                 called = self._called.get(loop)

@@ -1,7 +1,8 @@
 """The engine's end of the socket: what frontends ask for goes to the engine, what it answers goes back.
 
-One thread with a loop of asyncio serves all connections. It is woken once a turn of the engine, and writes one message
-then, whatever number of samples it is about. While a frontend does not read, its answers wait, joined.
+One thread with a loop of asyncio serves all connections. What a turn of the engine brings is one message, whatever
+number of samples it is about, and the engine's own thread writes it: to wake the other one costs more, since both need
+the interpreter. While a frontend does not read, its answers wait, joined, until the loop's thread can write them.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import asyncio
 import contextlib
 import os
 import pathlib
+import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -64,10 +66,11 @@ class Bridge:
     ):
         self.engine, self.path, self.hello = engine, pathlib.Path(path), hello
         self.masks, self.update = masks, update
+        self.lock = threading.Lock()  # of what waits, and of what sessions share with the engine's thread
         self.waiting_tokens = 0
         self.waiting_masks = 0  # samples whose grammar is being made
         self.grammars = ThreadPoolExecutor(2, "dsv4-grammar")  # of its own: health is asked for meanwhile
-        self._loop = asyncio.new_event_loop()
+        self.loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         self._ready = threading.Event()
         self._problem: BaseException | None = None
@@ -89,19 +92,19 @@ class Bridge:
     def close(self) -> None:
         """Ends all connections, and with them what they asked for."""
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._stop.set)
+            self.loop.call_soon_threadsafe(self._stop.set)
         self._thread.join()
         self.grammars.shutdown(wait=False, cancel_futures=True)
 
     def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
+        asyncio.set_event_loop(self.loop)
         try:
-            self._loop.run_until_complete(self._serve())
+            self.loop.run_until_complete(self._serve())
         except BaseException as error:
             self._problem = error
         finally:
             self._ready.set()
-            self._loop.close()
+            self.loop.close()
 
     async def _serve(self) -> None:
         server = await asyncio.start_unix_server(self._connected, self.path, limit=1 << 20)
@@ -133,12 +136,13 @@ class Bridge:
     def let_wait(self, ask: wire.Ask) -> int:
         """The tokens of its prompt, which wait from now on. Raises `QueueFullError`: no more may."""
         count, most, masked = len(ask.tokens) // 4, self.hello.queue_tokens, ask.mask is not None
-        if self.waiting_tokens and self.waiting_tokens + count > most:
-            raise QueueFullError(self.waiting_tokens, most, "tokens of prompts")
-        if masked and self.waiting_masks >= self.hello.queued:
-            raise QueueFullError(self.waiting_masks, self.hello.queued)
-        self.waiting_tokens += count
-        self.waiting_masks += masked
+        with self.lock:
+            if self.waiting_tokens and self.waiting_tokens + count > most:
+                raise QueueFullError(self.waiting_tokens, most, "tokens of prompts")
+            if masked and self.waiting_masks >= self.hello.queued:
+                raise QueueFullError(self.waiting_masks, self.hello.queued)
+            self.waiting_tokens += count
+            self.waiting_masks += masked
         return count
 
     def prompt(self, ask: wire.Ask) -> Prompt:
@@ -187,30 +191,37 @@ class Bridge:
                 self.update(arguments["checkpoint"], arguments["weights_id"])
             except (CheckpointError, ConfigError, FileError) as error:
                 raise RequestError(f"checkpoint: {error}") from error
-            self._loop.call_soon_threadsafe(self._rename, arguments["weights_id"])
+            self.loop.call_soon_threadsafe(self._rename, arguments["weights_id"])
         return {}
 
     def _rename(self, weights_id: str) -> None:
         """Tells all frontends of the weights in use."""
         self.hello = msgspec.structs.replace(self.hello, weights_id=weights_id)
         for session in self._sessions:
-            session.writer.write(wire.pack(self.hello))
+            session.write(wire.pack(self.hello))
 
 
 class _Session:
-    """A connection to a frontend."""
+    """A connection to a frontend. What follows `_lock` is of the loop's thread and of those that `tell`."""
 
     def __init__(self, bridge: Bridge, writer: asyncio.StreamWriter):
-        self._bridge, self.writer = bridge, writer
-        self._event = asyncio.Event()
-        self._live: dict[int, _Live] = {}
-        self._changed: list[_Live] = []  # of those, which have something to tell
-        self._first: list[wire.News] = []  # what is said of those that were taken on, or refused
+        self._bridge, self._writer = bridge, writer
+        self._event = asyncio.Event()  # there is something that the loop's thread has to write
         self._tasks: set[asyncio.Task[Any]] = set()
+        # Of its own, so that whoever writes meanwhile never does so to what another has opened since.
+        self._socket = socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno()))
+        self._socket.setblocking(False)
+        writer.transport.set_write_buffer_limits(0)  # `drain` returns when all is written
+        self._lock = bridge.lock
+        self._live: dict[int, _Live] = {}
+        self._changed: dict[_Live, None] = {}  # of those, which have something to tell
+        self._first: list[wire.News] = []  # what is said of those that were taken on, or refused
+        self._rest = b""  # of a message of which a part is written
+        self._behind = self._closed = False  # whether what there is to tell waits for the loop's thread
 
     async def run(self, reader: asyncio.StreamReader) -> None:
-        self.writer.write(wire.pack(self._bridge.hello))
-        telling = asyncio.create_task(self._tell())
+        self.write(wire.pack(self._bridge.hello))
+        telling = asyncio.create_task(self._catch_up())
         self._tasks.add(telling)
         while (data := await wire.read(reader)) is not None:
             message = wire.decode_asks(data)
@@ -229,11 +240,14 @@ class _Session:
         """Nobody reads any more: what was asked for here ends."""
         for task in self._tasks:
             task.cancel()
-        for live in self._live.values():
-            if live.abort is not None:
-                live.abort()
-            self._let_go(live)
-        self._live.clear()
+        with self._lock:
+            self._closed = True
+            self._socket.close()
+            for live in self._live.values():
+                if live.abort is not None:
+                    live.abort()
+                self._let_go(live)
+            self._live.clear()
 
     def _start(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)
@@ -246,15 +260,16 @@ class _Session:
         except QueueFullError as error:
             self._refuse(ask.id, error)
             return
-        live = self._live[ask.id] = _Live(ask.id, self._changed, self._event)
-        live.waiting, live.masked = count, ask.mask is not None
+        live = _Live(ask.id, count, ask.mask is not None)
+        with self._lock:
+            self._live[ask.id] = live
         if live.masked:  # a grammar takes a while, and may be a bomb
             self._start(self._add_later(ask, live))
         else:
             self._add(ask, live)
 
     def _let_go(self, live: _Live) -> None:
-        """It does not wait any more."""
+        """It does not wait any more. The lock is held."""
         self._bridge.waiting_tokens -= live.waiting
         self._bridge.waiting_masks -= live.masked
         live.waiting, live.masked = 0, False
@@ -266,9 +281,12 @@ class _Session:
         except Exception as error:
             self._refuse(ask.id, error)
             return
-        live.take, live.abort = handle.reader(bridge._loop, live), handle.abort
-        self._first.append(wire.News(ask.id, [], [], [], None, 0))  # it is taken on
-        live.set()  # it may have said something before it had a reader
+        live.abort, live.take = handle.abort, handle.reader(self, live)
+        with self._lock:
+            self._first.append(wire.News(ask.id, [], [], [], None, 0))  # it is taken on
+            self._changed[live] = None  # it may have said something before it had a reader
+            self._behind = True
+        self._event.set()
         if live.aborted:
             handle.abort()
 
@@ -282,8 +300,9 @@ class _Session:
         if prompt is None or live.aborted:
             self._refuse(ask.id, None)
             return
-        self._bridge.waiting_masks -= 1
-        live.masked = False
+        with self._lock:
+            self._bridge.waiting_masks -= live.masked
+            live.masked = False
         self._add(ask, live, prompt)
 
     def _prompt_of(self, ask: wire.Ask, live: _Live) -> Prompt | None:
@@ -291,59 +310,92 @@ class _Session:
         return None if live.aborted else self._bridge.prompt(ask)
 
     def _refuse(self, number: int, error: Exception | None) -> None:
-        if (live := self._live.pop(number, None)) is not None:
-            self._let_go(live)
         finish = "abort" if error is None else "error"
-        self._first.append(wire.News(number, [], [], [], finish, 0, None if error is None else _problem(error)))
+        with self._lock:
+            if (live := self._live.pop(number, None)) is not None:
+                self._let_go(live)
+            self._first.append(wire.News(number, [], [], [], finish, 0, None if error is None else _problem(error)))
+            self._behind = True
         self._event.set()
 
     async def _answer(self, call: wire.Call) -> None:
         try:
             value = await asyncio.to_thread(self._bridge.call, call.name, call.arguments)
-            self.writer.write(wire.pack(wire.Answer(call.id, value)))
+            self.write(wire.pack(wire.Answer(call.id, value)))
         except Exception as error:
-            self.writer.write(wire.pack(wire.Answer(call.id, None, _problem(error))))
+            self.write(wire.pack(wire.Answer(call.id, None, _problem(error))))
 
-    async def _tell(self) -> None:
-        """One message for all that a turn of the engine has brought."""
+    def write(self, data: bytes) -> None:
+        """Writes a message, behind what is left of the one before. In the loop's thread."""
+        with self._lock:
+            self._writer.write(self._rest + data)
+            self._rest = b""
+            if self._writer.transport.get_write_buffer_size():
+                self._behind = True
+                self._event.set()
+
+    def tell(self, events: Iterable[_Live]) -> None:
+        """The engine has said something of these: one message for all, at once if the frontend reads."""
+        with self._lock:
+            if self._closed:
+                return
+            self._changed.update(dict.fromkeys(events))
+            if self._behind:
+                return
+            self._rest = self._message()
+            if self._rest:
+                with contextlib.suppress(OSError):  # it does not read now; or it has gone, as who reads finds out
+                    self._rest = self._rest[self._socket.send(self._rest) :]
+            if not self._rest:
+                return
+            self._behind = True
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._bridge.loop.call_soon_threadsafe(self._event.set)
+
+    def _message(self) -> bytes:
+        """All that there is to tell, or nothing. The lock is held."""
+        news, self._first = self._first, []
+        changed, self._changed = self._changed, {}
+        for live in changed:
+            for output in live.take():
+                news.append(_news(live.number, output))
+                self._let_go(live)
+                if output.finish is not None:
+                    self._live.pop(live.number, None)
+        return wire.pack(wire.Outputs(news)) if news else b""
+
+    async def _catch_up(self) -> None:
+        """Tells of what waits for this thread, until nothing does and all is written."""
         while True:
             await self._event.wait()
             self._event.clear()
-            news, self._first = self._first, []
-            changed = self._changed[:]
-            self._changed.clear()
-            for live in changed:
-                for output in live.take():
-                    news.append(_news(live.number, output))
-                    self._let_go(live)
-                    if output.finish is not None:
-                        self._live.pop(live.number, None)
-            if news:
-                self.writer.write(wire.pack(wire.Outputs(news)))
-                await self.writer.drain()
+            with self._lock:
+                self._behind = True
+                data = self._message()
+            self.write(data)
+            await self._writer.drain()
+            with self._lock:
+                unsent = self._writer.transport.get_write_buffer_size()  # others have written meanwhile
+                self._behind = bool(unsent or self._rest or self._first or self._changed)
+                if self._behind:
+                    self._event.set()
 
 
 class _Live:
-    """A sample that has not ended, and the event of its reader: what is set is to be told.
+    """A sample that has not ended.
 
     Attributes:
         waiting: tokens of its prompt, until it has said anything.
         masked: whether its grammar is being made.
     """
 
-    __slots__ = ("_changed", "_event", "abort", "aborted", "masked", "number", "take", "waiting")
+    __slots__ = ("abort", "aborted", "masked", "number", "take", "waiting")
 
-    def __init__(self, number: int, changed: list[_Live], event: asyncio.Event):
-        self.number, self._changed, self._event = number, changed, event
+    def __init__(self, number: int, waiting: int, masked: bool):
+        self.number, self.waiting, self.masked = number, waiting, masked
         self.take: Callable[[], list[Output]] = list
         self.abort: Callable[[], object] | None = None
-        self.aborted = self.masked = False
-        self.waiting = 0
-
-    def set(self) -> None:
-        """In the bridge's thread: the engine has said something."""
-        self._changed.append(self)
-        self._event.set()
+        self.aborted = False
 
 
 def _news(number: int, output: Output) -> wire.News:
