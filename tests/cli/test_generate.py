@@ -425,16 +425,21 @@ def test_weights_are_kept_as_released_where_kernels_read_them(monkeypatch):
 
 @pytest.mark.slow
 def test_a_cpu_draws_the_same_from_weights_in_either_form(tmp_path, capsys):
+    """Of a prefill and a decode. The third token of these random weights hangs on a tie of a router, which the order of
+    sums decides: bfloat16 and float32 differ there, too."""
     assert main(["init", str(tmp_path), "--json"]) == 0
     answers = []
     for form in ([], ["--weights", "released"]):
         capsys.readouterr()
-        argv = generate(tmp_path, "--tokens", ",".join(map(str, range(200))), "--max-new-tokens", 8, *form, "--json")
-        assert main(argv) == 0
+        argv = generate(tmp_path, "--tokens", ",".join(map(str, range(200))), "--max-new-tokens", 2, *form, "--json")
+        assert main([*argv, "--logprobs", "5"]) == 0
         report = json.loads(capsys.readouterr().out)
-        answers.append((report["answers"][0]["tokens"], report["weights"]))
+        answers.append((report["answers"][0], report["weights"]))
     (first, wide), (second, kept) = answers
-    assert first == second and len(first) == 8 and (wide, kept) == ("bfloat16", "released")
+    assert first["tokens"] == second["tokens"] and len(first["tokens"]) == 2
+    for one, other in zip(first["top"], second["top"], strict=True):
+        assert one == pytest.approx(other, abs=1e-4)
+    assert (wide, kept) == ("bfloat16", "released")
 
 
 @pytest.fixture(scope="module")
