@@ -113,7 +113,7 @@ def bytes_needed(options: StepOptions) -> int:
     return (
         device_bytes(cfg, split=options.split, drafts=options.drafts > 0)
         + layout.total_bytes(size)
-        + (_SPARE_BYTES + _TOKEN_BYTES * options.batch * (options.chunk - 1) if options.model != "tiny" else 0)
+        + (_SPARE_BYTES + _TOKEN_BYTES * size.num_slots * (options.chunk - 1) if options.model != "tiny" else 0)
     )
 
 

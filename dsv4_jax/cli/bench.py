@@ -42,7 +42,7 @@ _EXAMPLES = """
   dsv4-jax bench step --batch 1 --context 128K --chunk 4K      prefill: the last 4,096 tokens of a context
   dsv4-jax bench step --layers 4 --loop 8 --xla xla_gpu_enable_triton_gemm=true
   dsv4-jax bench model --batch 1,64,256                        whole layers of Flash, weights as released
-  dsv4-jax bench model --batch 1 --chunk 4K                    prefill of whole layers
+  dsv4-jax bench model --batch 1 --chunk 4K                    prefill of whole layers (with --devices over several)
   dsv4-jax bench model --model pro --layers 4 --context 32K    four layers of Pro and its head
   dsv4-jax bench model --devices 2 --batch 1,64 --context 8K   over two devices: heads and experts, or experts alone
   dsv4-jax bench model --devices 2 --batch 1 --drafts 3        with tokens drafted and verified in every step

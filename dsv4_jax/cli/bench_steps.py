@@ -44,8 +44,8 @@ def model_options(args: argparse.Namespace, quick: bool) -> list[Any]:
         raise OptionError("--draft-head: it makes --drafts, of which there are none")
     if drafts > MAX_DRAFTS[head]:
         raise OptionError(f"--drafts: {drafts} of a step, --draft-head {head} makes at most {MAX_DRAFTS[head]}")
-    if args.chunk > 1 and (args.drafts or args.loop > 1 or devices > 1):
-        raise OptionError("--chunk: a model's prefill is one step of one device, without --drafts, --loop, --devices")
+    if args.chunk > 1 and (args.drafts or args.loop > 1):
+        raise OptionError("--chunk: a model's prefill is one step, without --drafts and --loop")
     options = [
         dataclasses.replace(
             option,

@@ -211,6 +211,16 @@ def test_whole_layers_of_released_numerics(capsys, monkeypatch, without_weights)
     assert records.check(report | {"quick": False, "commit": "0123abc"})
 
 
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_prefill_over_devices(capsys, tensor: int):
+    """Of one prompt's heads, or of a prompt each."""
+    options = ["--quick", "--model", "tiny", "--layers", "1", "--batch", "2", "--chunk", "16", "--devices", "2"]
+    assert main(["bench", "model", *options, "--tensor", str(tensor), "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert (row["chunk"], row["devices"], row["tensor"], row["cache_in_place"]) == (16, 2, tensor, True)
+    assert row["step_ms"] > 0 and row["experts"] > 0
+
+
 @pytest.mark.slow
 def test_whole_layers_on_a_gpu_have_a_floor(capsys, a_gpu, monkeypatch, tmp_path, without_weights):
     monkeypatch.setattr("dsv4_jax.bench.timing.profiled", lambda call, keep: {})
@@ -326,7 +336,7 @@ def test_refusals(capsys, tmp_path, monkeypatch):
     refused(capsys, ["bench", "model", "--quick", "--context", "1M"], "1048576", "tiny has at most 4096")
     refused(capsys, ["bench", "model", "--quick", "--layers", "9"], "--layers", "tiny has 4")
     refused(capsys, ["bench", "model", "--quick", "--shapes", "x"], "--shapes", "is for ops")
-    refused(capsys, ["bench", "model", "--quick", "--chunk", "4", "--loop", "2"], "--chunk", "one step of one device")
+    refused(capsys, ["bench", "model", "--quick", "--chunk", "4", "--loop", "2"], "--chunk", "prefill is one step")
     refused(capsys, ["bench", "step", "--quick", "--numerics", "released"], "--numerics", "name `model`")
     refused(capsys, ["bench", "model", "--quick", "--numerics", "exact"], "--numerics", "'exact' is none of plain, rel")
     refused(capsys, ["bench", "step", "--quick", "--chunk", "300"], "--chunk", "300 tokens, --context has 256")
