@@ -324,7 +324,7 @@ def test_requests_as_dynamo_writes_them(folder) -> None:
 def test_numerics_reach_the_model(tmp_path, monkeypatch) -> None:
     """When the engine is made, and when it takes other weights."""
     given, manager = [], SimpleNamespace(layout=SimpleNamespace(numerics="released"))
-    engine = SimpleNamespace(managers=[manager], warm_up=lambda: None, weights_form="released")
+    engine: Any = SimpleNamespace(managers=[manager], warm_up=lambda: None, weights_form="released")
     engine.update_weights = lambda *params, donate: None
 
     def loads(result: Any, *path: Any, numerics: str, **options: Any) -> Any:
