@@ -633,10 +633,12 @@ class Core:
         self.counts["preemptions"] += 1
 
     def _drafts(self, job: Job) -> int:
-        """How many drafts its next step may have: none at the end of a prompt, nor before a mask."""
+        """How many drafts its next step may have: none at the end of a prompt, before a mask, nor amid known tokens."""
         request = job.request
         assert request is not None
         if not self.shapes.drafts or request.num_cached < request.num_prompt or job.prompt.mask is not None:
+            return 0
+        if request.num_pending > 1:  # it computes its answer again: behind a part of that nothing is drawn, or accepted
             return 0
         return max(min(self.shapes.drafts, request.max_tokens - request.num_cached - 1, job.left - 1), 0)
 

@@ -21,7 +21,7 @@ from ..manager.transfers import Transfers
 from ..model.compiled_steps import CompiledSteps, stacked
 from ..model.draft_steps import draft_loop, draft_step
 from ..model.forward import GPU_DECODE_OPTIONS, decode_loop, sample_step, score_step
-from ..model.released import is_released
+from ..model.released import form_of, is_released
 from ..model.sampling import GREEDY, Sampled, Sampling, SamplingRows, bias_rows, mask_words, token_counts
 from ..model.speculative import check_acceptance
 from ..model.weights.params import Params, has_mtp
@@ -126,6 +126,11 @@ class DeviceExecutor:
     def shards(self) -> int:
         """Data shards of the cache: each has a manager."""
         return self._placement.shards
+
+    @property
+    def weights_form(self) -> str:
+        """The form of `params`, as `load_hf` is told of it."""
+        return form_of(self.params)
 
     def check_managers(self, managers: Sequence[KVCacheManager]) -> None:
         """Raises `PlanError` unless there is one for each data shard of the cache."""

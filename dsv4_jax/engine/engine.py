@@ -363,6 +363,18 @@ class Engine:
         """The managers, for what they tell any thread (`stats`, `digests`, ...)."""
         return tuple(self._core.managers)
 
+    @property
+    def weights_form(self) -> str:
+        """The form of the weights, as `load` is told of it: others have to come in the same.
+
+        Raises:
+            EngineError: the executor has no weights.
+        """
+        form = getattr(self._executor, "weights_form", None)
+        if form is None:
+            raise EngineError("this executor has no weights")
+        return form
+
     def events(self, since: int = 0, *, shard: int = 0, timeout: float | None = None) -> tuple[list[BlockEvent], int]:
         """What has appeared in the cache and left it, for routers: as the last turn left it, from any thread.
 

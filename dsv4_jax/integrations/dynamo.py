@@ -285,7 +285,7 @@ class DynamoWorker(_Base):
         if update != "weights" or not isinstance(body.get("path"), str):
             return {"status": "error", "message": 'only "weights" can be updated, from a "path"'}
         name = body.get("weights_id") or body["path"]
-        return await self._done(load_weights, self.engine, body["path"], name, bool(self.options.drafts))
+        return await self._done(load_weights, self.engine, self.options, body["path"], name)
 
     async def _done(self, call: Any, *args: Any, **options: Any) -> dict[str, Any]:
         try:

@@ -152,20 +152,16 @@ def build_engine(options: argparse.Namespace) -> tuple[Engine, Any]:
 
     Raises: as `Engine.load` and `open_engine`.
     """
-    transport = mesh = None
+    transport = None
     if options.mode != "agg":
         from ..tiers.remote import RecordTransport
         from ..transports import open_engine
 
         where = {"address": options.transport_address} if options.transport_address else {}
         transport = RecordTransport(open_engine(options.transport, **where))
-    if options.devices > 1:
-        from ..model.weights.split import Split
-
-        mesh = Split(1, options.devices).mesh()
     engine = Engine.load(
         options.checkpoint,
-        mesh=mesh,
+        mesh=_mesh(options),
         weights_id=options.weights_id,
         transport=transport,
         host=options.host_memory or (1 << 30 if transport is not None else 0),
@@ -181,12 +177,23 @@ def build_engine(options: argparse.Namespace) -> tuple[Engine, Any]:
     return engine, transport
 
 
-def load_weights(engine: Engine, path: str, name: str, drafts: bool) -> None:
-    """Other weights from a checkpoint of the same shapes. Raises as `load_hf` and `Engine.update_weights`."""
-    from ..hf_config import read_hf
+def load_weights(engine: Engine, options: argparse.Namespace, path: str, name: str) -> None:
+    """Other weights from a checkpoint of the same shapes, in the form and on the devices of those in use.
+
+    Raises: as `load_hf` and `Engine.update_weights`.
+    """
     from ..model.weights.loading import load_hf
 
-    form = "released" if read_hf(pathlib.Path(path)).get("quantization_config") else "float32"
-    numerics = engine.managers[0].layout.numerics
-    _, params = load_hf(path, weights=form, packed=form == "released", drafts=drafts, numerics=numerics)
+    form, numerics = engine.weights_form, engine.managers[0].layout.numerics
+    how: dict[str, Any] = dict(drafts=bool(options.drafts), numerics=numerics, mesh=_mesh(options))
+    _, params = load_hf(path, weights=form, packed=form == "released", **how)
     engine.update_weights(params, name, donate=True)
+
+
+def _mesh(options: argparse.Namespace) -> Any:
+    """The devices that share the heads; None: one that has them all."""
+    if options.devices == 1:
+        return None
+    from ..model.weights.split import Split
+
+    return Split(1, options.devices).mesh()

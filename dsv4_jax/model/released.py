@@ -23,10 +23,10 @@ import jax.numpy as jnp
 from ..formats.weights import WEIGHT_FORMATS
 from ..formats.weights.fp4_e4m3 import spans, warn_of_spans
 from .weights.packing import PackedLayers
-from .weights.params import Params, is_leaf
+from .weights.params import RELEASED, Params, is_leaf
 from .weights.quantised import Quantised, rounds_rows
 
-__all__ = ["as_released", "is_released", "stream_dtype"]
+__all__ = ["as_released", "form_of", "is_released", "stream_dtype"]
 
 
 def as_released(params: Params) -> Params:
@@ -60,9 +60,19 @@ def as_released(params: Params) -> Params:
 
 def is_released(params: Params) -> bool:
     """Whether matrices are held in these forms, and so whether the model has these numerics."""
+    return any(map(rounds_rows, _nodes(params)))
+
+
+def form_of(params: Params) -> str:
+    """The form that `load_hf` was told of: "released", or the dtype of matrices. They may be packed, and of a mesh."""
+    return RELEASED if any(map(is_leaf, _nodes(params))) else params["embed"].dtype.name
+
+
+def _nodes(params: Params) -> list[Any]:
+    """Parameters of the first layer, or the places of arrays."""
     layers = params["layers"]
     first = layers.structure(0) if isinstance(layers, PackedLayers) else layers[0]
-    return any(map(rounds_rows, jax.tree.leaves(first, is_leaf=is_leaf)))
+    return jax.tree.leaves(first, is_leaf=is_leaf)
 
 
 def stream_dtype(params: Params) -> jnp.dtype:

@@ -23,6 +23,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ..errors import CacheError
 from ..version import __version__
 from .backend import Backend
 from .completions import Completions, Texts
@@ -343,9 +344,27 @@ class Frontend:
         limits = [self.room(len(one), wanted.max_tokens, 16, "prompt") for one in ids]
         texts = self.need_texts() if self.texts is not None or wanted.stops else _NoTexts()
         said = [texts.decode(one) for one in ids] if echo else None
-        generation = Generation(self.backend, ids, wanted, limits)
+        grammar = await aside(self._grammar, body)
+        if grammar is not None:  # whose end is an end
+            wanted.stop_tokens = [*dict.fromkeys([*wanted.stop_tokens, *self.config.end_tokens])]
+        generation = Generation(self.backend, ids, wanted, limits, grammar=grammar)
         form = Completions(texts, wanted, generation, self.head("cmpl"), said)
         return Answers(generation, wanted.stream, form)
+
+    def _grammar(self, body: Body) -> Any:
+        """What a completion's `response_format` allows, as plain data; None: anything. Raises `ApiError`."""
+        asked = body.object("response_format")
+        if asked is None or asked.get("type") == "text":
+            return None
+        from ..chat import ChatPrompt, constraint
+
+        self.need_texts()
+        try:
+            free = ChatPrompt([], "prompt", "", False, "answer", False, ())
+            found = constraint(free, None, response_format=asked.fields)  # type: ignore[arg-type]  # read for tools alone
+        except CacheError as error:
+            raise invalid("response_format", str(error)) from None
+        return None if found is None else list(found)
 
     async def tokenize(self, request: Request) -> Response:
         body = await self.read(request)

@@ -79,7 +79,8 @@ class _Asked:
             raise ApiError(error.status_code, _message(error)) from None
         except (ValueError, RuntimeError) as error:
             raise ApiError(400, str(error)) from None
-        self.conversation = chats.conversation(Body(_as_chat(self.request.conversation, body)))
+        format = _format(body) if kind is _MESSAGES else {}
+        self.conversation = chats.conversation(Body(_as_chat(self.request.conversation, body) | format))
         if self.conversation.prompt.start == "calls":
             self.request.parsing_options.starts_in_tool_calls = True
 
@@ -122,6 +123,19 @@ def _as_chat(conversation: Any, body: Body) -> dict[str, Any]:
         schema = {"name": "answer", "schema": conversation.response_schema}
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}
     return fields
+
+
+def _format(body: Body) -> dict[str, Any]:
+    """What an answer is held to, in OpenAI's words, by Anthropic's `output_config` (`output_format` in its beta)."""
+    config = body.object("output_config") or Body({})
+    asked = config.object("format") or body.object("output_format")
+    if asked is None:
+        return {}
+    if asked.get("type") != "json_schema":
+        raise asked.refuse("type", "json_schema")
+    if (schema := asked.object("schema")) is None:
+        raise asked.refuse("schema", "an object")
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema.fields}}}
 
 
 def _function(tool: Any) -> dict[str, Any]:

@@ -166,6 +166,19 @@ def test_a_step_has_the_least_shape_with_room_for_its_tokens(options):
     assert set(widths) == {12, 30, 48} and set(one[1]) == {48}
 
 
+@pytest.mark.parametrize(("slots", "drafts", "chunk"), [(2, 1, 4), (2, 1, 6), (2, 3, 9), (3, 3, 12), (3, 3, 15)])
+def test_nothing_is_drafted_amid_an_answer_that_is_computed_again(slots, drafts, chunk):
+    """After preemption a step may have room for one known token: with drafts behind it nothing was planned any more."""
+    server = Server(slots=slots, blocks=COLUMNS + 1, drafts=drafts, chunk=chunk)
+    names = [server.add(TEXT[: 40 + i], 90, sampling=Seeded(i)) for i in range(slots)]
+    rows = [row for work in server.run(2000) for each in work.rows for row in each]
+    assert server.core.counts["preemptions"] and any(row.drafts for row in rows)
+    assert all(row.samples for row in rows if row.drafts)
+    for i, name in enumerate(names):
+        assert server.tokens[name, 0] == server.expected(TEXT[: 40 + i], 90, seed=i)
+    server.check_empty()
+
+
 def test_the_urgent_go_first_and_who_waits_becomes_urgent():
     server = Server(slots=1, limits=Limits(aging=5.0))
     for name, priority in (("first", 0), ("idle", 3), ("normal", 1), ("urgent", -1)):

@@ -24,11 +24,13 @@ from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
-from dsv4_jax.engine import Engine, Limits
+from dsv4_jax import model
+from dsv4_jax.engine import Engine, Limits, Prompt
 from dsv4_jax.errors import OptionError, RequestError
 from dsv4_jax.integrations.dynamo import DynamoWorker, main
 from dsv4_jax.integrations.dynamo_arguments import build_engine, load_weights, parser, prompt_arguments
@@ -36,6 +38,7 @@ from dsv4_jax.model import Sampling
 from dsv4_jax.serve.masks import Masks, grammars_of
 
 from ..clock import PATIENCE
+from ..model import released
 from ..remote.byte_engine import VOCAB
 from ..remote.byte_engine import answer as expected
 
@@ -321,7 +324,8 @@ def test_requests_as_dynamo_writes_them(folder) -> None:
 def test_numerics_reach_the_model(tmp_path, monkeypatch) -> None:
     """When the engine is made, and when it takes other weights."""
     given, manager = [], SimpleNamespace(layout=SimpleNamespace(numerics="released"))
-    engine = SimpleNamespace(managers=[manager], warm_up=lambda: None, update_weights=lambda *params, donate: None)
+    engine: Any = SimpleNamespace(managers=[manager], warm_up=lambda: None, weights_form="released")
+    engine.update_weights = lambda *params, donate: None
 
     def loads(result: Any, *path: Any, numerics: str, **options: Any) -> Any:
         given.append(numerics)
@@ -331,11 +335,34 @@ def test_numerics_reach_the_model(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("dsv4_jax.model.weights.loading.load_hf", partial(loads, (None, None)))
     (tmp_path / "config.json").write_text("{}")
     for more in ([], ["--numerics", "released"]):
-        build_engine(parser().parse_args(["--checkpoint", str(tmp_path), *more]))
-    load_weights(engine, str(tmp_path), "other", False)
+        options = parser().parse_args(["--checkpoint", str(tmp_path), *more])
+        build_engine(options)
+    load_weights(engine, options, str(tmp_path), "other")
     assert given == ["plain", "released", "released"]
     with pytest.raises(SystemExit):
         parser().parse_args(["--checkpoint", str(tmp_path), "--numerics", "exact"])
+
+
+@pytest.mark.parametrize(
+    ("released_checkpoint", "more", "form"),
+    [(True, [], "bfloat16"), (True, ["--numerics", "released"], "released"), (False, ["--devices", "2"], "float32")],
+)
+def test_other_weights_come_in_the_form_and_on_the_devices_of_those_in_use(tmp_path, released_checkpoint, more, form):
+    """However the checkpoint stores them: a CPU has a released one in bfloat16, several devices have theirs packed."""
+    if released_checkpoint:
+        released.write(tmp_path, released.tensors())
+    else:
+        model.save_hf(released.CFG, model.init_params(released.CFG, 1), tmp_path)
+    argv = ["--checkpoint", str(tmp_path), "--memory", "64MiB", "--max-requests", "1", "--max-context", "256", *more]
+    options = parser().parse_args(argv)
+    with mock.patch.object(Engine, "warm_up"):
+        engine, _ = build_engine(options)
+    with engine:
+        assert engine.weights_form == form
+        load_weights(engine, options, str(tmp_path), "other")
+        assert engine.managers[0].weights_id == "other" and engine.weights_form == form
+        if not more:
+            assert [len(one.tokens) for (one,) in engine.run([Prompt(tokens=[5, 6], max_new_tokens=2)])] == [2]
 
 
 class Context:

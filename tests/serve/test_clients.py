@@ -178,6 +178,26 @@ def test_responses(client):
             client.responses.create(**asked | {"input": [{"role": "user", "content": [part]}]})
 
 
+def test_messages_of_a_format(claude):
+    """Anthropic's structured outputs, under their name and that of their beta."""
+    form = {"type": "json_schema", "schema": SCHEMA}
+    asked = dict(model="tiny", max_tokens=400, messages=ASKED[1:])
+    for field in ({"output_config": {"format": form}}, {"output_format": form}):
+        said = claude.messages.create(**asked, extra_body=field | {"seed": 5})
+        assert set(json.loads("".join(part.text for part in said.content))) == {"sure"}
+        assert said.stop_reason == "end_turn"
+    for wrong in (
+        {"type": "json_object"},
+        {"type": "json_schema"},
+        form | {"schema": {"type": 5}},
+        form | {"schema": 5},
+    ):
+        with pytest.raises(anthropic.BadRequestError):
+            claude.messages.create(**asked, extra_body={"output_config": {"format": wrong}})
+    free = claude.messages.create(**asked | {"max_tokens": 5}, extra_body={"output_config": {"effort": "low"}})
+    assert free.usage.output_tokens <= 5
+
+
 def test_messages(claude):
     asked = dict(model="tiny", max_tokens=40, system="Be brief.", messages=ASKED[1:])
     asked["extra_body"] = LETTERS

@@ -141,6 +141,11 @@ def test_logprobs(stand):
         ({"logit_bias": {"5": 1, "05": 1}}, "logit_bias", 400),
         ({"logit_bias": [1]}, "logit_bias", 400),
         ({"suffix": "end"}, "suffix", 400),
+        ({"guided_json": {"type": "object"}}, "guided_json", 400),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs", 400),
+        ({"response_format": {"type": "xml"}}, "response_format", 400),
+        ({"response_format": "json_object"}, "response_format", 400),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}}, "response_format", 400),
         ({"best_of": 3}, "best_of", 400),
         ({"stream_options": {"include_usage": True}}, "stream_options", 400),
         ({"stream": "yes"}, "stream", 400),
@@ -162,6 +167,20 @@ def test_biases_of_too_many_tokens_are_refused():
     biases = Body({"logit_bias": dict.fromkeys(map(str, range(1025)), 1)})
     with pytest.raises(ApiError, match="at most 1024 tokens"):
         common(biases, vocab_size=1025, end_tokens=[END_TOKEN], top=0)
+
+
+def test_formats(stand):
+    """A completion is held to its format as a chat is, and ends with it."""
+    schema = {"type": "object", "properties": {"sure": {"type": "boolean"}}, "required": ["sure"]}
+    form = {"type": "json_schema", "json_schema": {"schema": schema | {"additionalProperties": False}}}
+    body = {"model": "tiny", "prompt": [PROMPT, PROMPT[:9]], "max_tokens": 400, "n": 2, "response_format": form}
+    for seed in range(3):
+        status, said = stand.post("/v1/completions", body | {"seed": seed, "ignore_eos": True})
+        assert status == 200 and len(said["choices"]) == 4
+        for choice in said["choices"]:
+            assert set(json.loads(choice["text"])) == {"sure"} and choice["finish_reason"] == "stop"
+    body["response_format"] = {"type": "text"}
+    assert stand.post("/v1/completions", body | {"max_tokens": 3})[0] == 200
 
 
 def test_null_and_unknown_fields_are_nothing(stand):
