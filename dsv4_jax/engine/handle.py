@@ -15,7 +15,7 @@ from ..checks import check_seconds
 from ..errors import EngineError
 from .prompt import Completion, Output
 
-__all__ = ["Handle", "Loops", "Waiter"]
+__all__ = ["Handle", "Loops", "Teller", "Waiter"]
 
 FAIR = 5e-3  # seconds: so long a thread that computes keeps the interpreter from others
 
