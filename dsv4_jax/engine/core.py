@@ -818,8 +818,8 @@ class Core:
                 if drawn.experts is not None and job.prompt.routed_experts:
                     self._tell(job, experts=drawn.experts[shard][row])
                 if job.prompt.score:
-                    if request.earlier:  # without its ids the manager takes few tokens for drafts: all are kept
-                        manager.accept(request, count)
+                    if self.layout.draft_tokens and (request.earlier or not self._is_sent(job)):
+                        manager.accept(request, count)  # without its ids these may be drafts to it: all are kept
                     self._take_scores(job, drawn, shard, row)
                 if not samples:
                     continue
@@ -840,6 +840,10 @@ class Core:
                 self._sampled(job, request, ids, drawn, shard, row)
         self.counts["sampled_tokens"] += plain
         return self.drain()
+
+    def _is_sent(self, job: Job) -> bool:
+        """Whether it is part of a call under way."""
+        return any(job is other for sent in self._sent for other, *_ in sent.rows[job.shard])
 
     def _take_scores(self, job: Job, drawn: Drawn, shard: int, row: int) -> None:
         """Takes up the log-probabilities of a chunk; they are told of when all are there."""

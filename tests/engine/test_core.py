@@ -404,6 +404,19 @@ def test_scores_of_few_tokens_a_step_are_no_drafts():
     server.check_empty()
 
 
+def test_a_step_of_a_score_that_was_taken_is_not_taken_again():
+    """The next one is planned behind others' step: what is kept is said of each while nothing else of it is planned."""
+    server = Server(drafts=20, steps=2, chunk=84)
+    name = server.add(TEXT[:9], 30, sampling=Seeded(1))
+    texts = [server.add(TEXT[:n], score=True, logprobs=0) for n in (66, 70, 60, 50)]
+    for _ in range(3):
+        server.turn()
+    server.run()
+    assert [server.tokens[text, 0] for text in texts] == [TEXT[1:n] for n in (66, 70, 60, 50)]
+    assert server.tokens[name, 0] == server.expected(TEXT[:9], 30, seed=1)
+    server.check_empty()
+
+
 @pytest.mark.parametrize("drafts", [0, 2])
 def test_scores_take_turns_with_the_others(drafts):
     """Also where those cannot be planned behind a score that is under way."""
