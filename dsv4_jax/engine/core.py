@@ -372,7 +372,7 @@ class Core:
     @property
     def fetching(self) -> int:
         """Requests whose prompts are looked for in storage or on other hosts."""
-        return len(self._fetching)
+        return sum(job.state is JobState.QUEUED for job in self._fetching)
 
     @property
     def next_deadline(self) -> float | None:
@@ -404,7 +404,13 @@ class Core:
         if self._scores and not self._scored:
             work = self._score() or self._next_step()
         else:
-            work = self._next_step() or (self._score() if self._scores else None)
+            work = self._next_step()
+            # With drafts the others may have to wait for results: it stays their turn, or scores alone went on.
+            waits = bool(self._sent) and self.shapes.drafts > 0 and self.live > self._scores
+            if work is None and self._scores:
+                if waits:
+                    return None
+                work = self._score()
         self._scored = work is not None and work.kind == "score"
         return work
 
@@ -807,13 +813,15 @@ class Core:
         sent, outputs, plain, weights = self._sent.popleft(), self._outputs, 0, self.managers[0].weights_id
         for shard, entries in enumerate(sent.rows):
             manager = self.managers[shard]
-            for row, (job, _, drafts, samples) in enumerate(entries):
+            for row, (job, count, drafts, samples) in enumerate(entries):
                 request = job.request
                 if job.state is not JobState.LIVE or request is None:
                     continue
                 if drawn.experts is not None and job.prompt.routed_experts:
                     self._tell(job, experts=drawn.experts[shard][row])
                 if job.prompt.score:
+                    if self.layout.draft_tokens and (request.earlier or not self._is_sent(job)):
+                        manager.accept(request, count)  # without its ids these may be drafts to it: all are kept
                     self._take_scores(job, drawn, shard, row)
                 if not samples:
                     continue
@@ -834,6 +842,10 @@ class Core:
                 self._sampled(job, request, ids, drawn, shard, row)
         self.counts["sampled_tokens"] += plain
         return self.drain()
+
+    def _is_sent(self, job: Job) -> bool:
+        """Whether it is part of a call under way."""
+        return any(job is other for sent in self._sent for other, *_ in sent.rows[job.shard])
 
     def _take_scores(self, job: Job, drawn: Drawn, shard: int, row: int) -> None:
         """Takes up the log-probabilities of a chunk; they are told of when all are there."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import warnings
 from types import SimpleNamespace
@@ -401,6 +402,58 @@ def test_scores_are_of_every_token_but_the_first():
     server.run()
     assert job.cached <= 16 and server.finish[again, 0] == "length", "no more than the other request's block"
     server.check_empty()
+
+
+def test_scores_of_few_tokens_a_step_are_no_drafts():
+    """The second text gets the two tokens of each step that the first one leaves; then a mask ends looking ahead."""
+    server = Server(drafts=2, chunk=16)
+    names = [server.add(TEXT[:n], score=True, logprobs=0) for n in (46, 40)]
+    for _ in range(4):
+        server.turn()
+    server.add(TEXT[:9], 9, mask=lambda ids, row: row.fill(0xFFFFFFFF))
+    server.run()
+    assert [server.tokens[name, 0] for name in names] == [TEXT[1:46], TEXT[1:40]]
+    assert {*server.finish.values()} == {"length"}
+    server.check_empty()
+
+
+def test_a_step_of_a_score_that_was_taken_is_not_taken_again():
+    """The next one is planned behind others' step: what is kept is said of each while nothing else of it is planned."""
+    server = Server(drafts=20, steps=2, chunk=84)
+    name = server.add(TEXT[:9], 30, sampling=Seeded(1))
+    texts = [server.add(TEXT[:n], score=True, logprobs=0) for n in (66, 70, 60, 50)]
+    for _ in range(3):
+        server.turn()
+    server.run()
+    assert [server.tokens[text, 0] for text in texts] == [TEXT[1:n] for n in (66, 70, 60, 50)]
+    assert server.tokens[name, 0] == server.expected(TEXT[:9], 30, seed=1)
+    server.check_empty()
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_scores_take_turns_with_the_others(drafts):
+    """Also where those cannot be planned behind a score that is under way."""
+    server = Server(drafts=drafts, chunk=16)
+    name = server.add(TEXT[:5], 12, sampling=Seeded(1))
+    for i in range(8):
+        server.add(TEXT[:66], score=True, logprobs=0, id=("text", i))
+    works = server.run()
+    kinds = [work.kind == "score" for work in works]
+    last = len(kinds) - 1 - kinds[::-1].index(False)
+    assert last < len(kinds) - 8 and not any(map(all, itertools.pairwise(kinds[:last])))
+    assert server.tokens[name, 0] == server.expected(TEXT[:5], 12, seed=1)
+    server.check_empty()
+
+
+def test_who_has_ended_is_no_longer_waited_for():
+    """A step that fails puts its requests among those whose prompts are looked for, before they end."""
+    server = Server(storage=[SimpleNamespace(prefetch=lambda tokens, **space: SimpleNamespace(done=True))])
+    server.add(TEXT[:40], 9)
+    server.turn()
+    server.core.fail(OSError("the device is gone"))
+    assert server.core.fetching == server.core.queued == 0
+    server.add(TEXT[:40], 9, id="aborted")
+    assert server.core.fetching == 1 and server.core.abort("aborted") and server.core.fetching == 0
 
 
 def test_stop_after_ends_behind_what_it_was_shown():
