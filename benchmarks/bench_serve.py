@@ -131,7 +131,7 @@ def by_aiperf(args: argparse.Namespace, host: str, port: int, streams: int) -> d
         command += ["--output-tokens-mean", args.new_tokens, "--output-tokens-stddev", 0]
         command += ["--extra-inputs", "ignore_eos:true", "--extra-inputs", f"temperature:{args.temperature}"]
         command += ["--no-server-metrics", "--no-gpu-telemetry"]
-        # Its uvloop of the day refuses a file descriptor that ours takes: plain asyncio serves as many streams.
+        # As it was seen to run: on asyncio's own loop, and without this process's packages.
         environment = os.environ | {"AIPERF_SERVICE_DISABLE_UVLOOP": "true", "PYTHONPATH": args.aiperf_path or ""}
         run = subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True, check=False)
         if run.returncode:
@@ -271,7 +271,7 @@ def main() -> None:
         known = len(json.loads(args.tokenizer.read_text())["model"]["vocab"])
         if known < 0.9 * vocabulary:  # random weights draw all ids, and one without a text makes no event
             raise SystemExit(f"--tokenizer has {known} tokens of {vocabulary}: first tokens would be said late")
-        flags = f"--model {args.model} --layers {args.layers}"
+        flags = f"--model {args.model} --layers {args.layers}" + " --aiperf aiperf" * bool(args.aiperf)
         recorder = Recorder(args.json, command=f"python benchmarks/bench_serve.py {flags}", **how)
         clients, engine = through_server(args), part("engine")
         for streams in args.streams:

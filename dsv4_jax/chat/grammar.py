@@ -20,7 +20,7 @@ from ..text import Tokenizer
 from ..untrusted import brief
 from .encoding import DSML, END, THINK, ChatPrompt, tool_functions
 
-__all__ = ["Constraint", "Grammars", "Mask", "constraint"]
+__all__ = ["Constraint", "Grammars", "Mask", "constraint", "format_constraint"]
 
 _MAX_TEXT = 1 << 17  # characters of a schema or expression, and of all schemas of a request
 _MAX_DEPTH = 48
@@ -73,37 +73,52 @@ def constraint(
         RequestError: a schema or expression is none, cannot be held, or is too large; within a bounded time.
         CheckpointError: the extra `serve` is not installed, or the tokenizer lacks the mark of calls.
     """
-    kind = response_format.get("type", "text") if isinstance(response_format, Mapping) else "text"
     required = tool_choice == "required" or isinstance(tool_choice, Mapping)
     llguidance = _package()
-    held = bool(prompt.tools) and (required or any(_is_strict(tool) for tool in prompt.tools))
-    if held:
+    if prompt.tools and (required or any(_is_strict(tool) for tool in prompt.tools)):
         grammar = _calls(prompt, tokenizer.mark(DSML), tool_choice, required, parallel_tool_calls)
-        grammar = llguidance.LLMatcher.grammar_from_lark(grammar)
-    elif kind == "json_object":
-        grammar = _json_grammar({"type": "object"})
-    elif kind == "json_schema":
+        grammar, where = llguidance.LLMatcher.grammar_from_lark(grammar), "tools"
+    else:
+        grammar, where = _format_grammar(response_format, llguidance), "response_format"
+        if grammar is None:
+            return None
+        if prompt.tools:
+            grammar = _calls(prompt, tokenizer.mark(DSML), None, False, parallel_tool_calls, _rule(grammar))
+            grammar = llguidance.LLMatcher.grammar_from_lark(grammar)
+    _raise(llguidance.LLMatcher.validate_grammar(grammar, limits=_limits(llguidance)), where)
+    return Constraint(grammar, prompt.start == "reasoning")
+
+
+def format_constraint(response_format: Any, *, thinking: bool = False) -> Constraint | None:
+    """As `constraint`, of an answer to a prompt that is no conversation, and so without tools."""
+    llguidance = _package()
+    grammar = _format_grammar(response_format, llguidance)
+    if grammar is None:
+        return None
+    _raise(llguidance.LLMatcher.validate_grammar(grammar, limits=_limits(llguidance)), "response_format")
+    return Constraint(grammar, thinking)
+
+
+def _format_grammar(response_format: Any, llguidance: Any) -> str | None:
+    """The grammar of a `response_format`, not yet validated; None: any text. Raises `RequestError`."""
+    kind = response_format.get("type", "text") if isinstance(response_format, Mapping) else "text"
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return _json_grammar({"type": "object"})
+    if kind == "json_schema":
         inner = response_format.get("json_schema")
         schema = inner.get("schema", {"type": "object"}) if isinstance(inner, Mapping) else None
         if not isinstance(schema, Mapping):
             raise RequestError(f"response_format.json_schema.schema must be an object, got {brief(schema)}")
         _check_schema(schema, "response_format")
-        grammar = _json_grammar(schema)
-    elif kind == "regex":
+        return _json_grammar(schema)
+    if kind == "regex":
         pattern = response_format.get("regex", response_format.get("pattern"))
         if not isinstance(pattern, str) or len(pattern) > _MAX_TEXT:
             raise RequestError(f"response_format.regex must be a text of at most {_MAX_TEXT} characters")
-        grammar = llguidance.LLMatcher.grammar_from_regex(pattern)
-    elif kind == "text":
-        return None
-    else:
-        raise RequestError(f"response_format.type: there is no {brief(kind)}")
-    if prompt.tools and not held:
-        grammar = _calls(prompt, tokenizer.mark(DSML), None, False, parallel_tool_calls, _rule(grammar))
-        grammar = llguidance.LLMatcher.grammar_from_lark(grammar)
-    where = "tools" if held else "response_format"
-    _raise(llguidance.LLMatcher.validate_grammar(grammar, limits=_limits(llguidance)), where)
-    return Constraint(grammar, prompt.start == "reasoning")
+        return llguidance.LLMatcher.grammar_from_regex(pattern)
+    raise RequestError(f"response_format.type: there is no {brief(kind)}")
 
 
 class Grammars:

@@ -405,19 +405,21 @@ class Core:
             work = self._score() or self._next_step()
         else:
             work = self._next_step()
-            # With drafts the others may have to wait for results: it stays their turn, or scores alone went on.
-            waits = bool(self._sent) and self.shapes.drafts > 0 and self.live > self._scores
             if work is None and self._scores:
-                if waits:
-                    return None
+                if self._unsure and self.live > self._scores:
+                    return None  # the others may wait for results: it stays their turn, or scores alone went on
                 work = self._score()
         self._scored = work is not None and work.kind == "score"
         return work
 
+    @property
+    def _unsure(self) -> bool:
+        """How many tokens the steps under way keep of their drafts the devices alone know."""
+        return bool(self._sent) and self.shapes.drafts > 0
+
     def _next_step(self) -> Work | None:
         """The next call of requests that sample."""
-        # How many tokens a step with drafts keeps the devices alone know: only steps of decodes go on from there.
-        unsure = bool(self._sent) and self.shapes.drafts > 0
+        unsure = self._unsure  # only steps of decodes go on from there
         if unsure and not self._sent[-1].decodes:
             return None
         each = [self._schedule(shard) for shard in range(len(self.managers))]

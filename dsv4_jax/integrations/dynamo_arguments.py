@@ -105,7 +105,7 @@ def _grammar(guided: dict[str, Any], thinking: bool) -> Any:
     asked = {name: value for name, value in guided.items() if value is not None and name != "backend"}
     if not asked:
         return None
-    from ..chat import ChatPrompt, constraint
+    from ..chat.grammar import format_constraint
 
     match asked:
         case {"json": schema, **rest} if not rest:
@@ -118,8 +118,7 @@ def _grammar(guided: dict[str, Any], thinking: bool) -> Any:
             form = {"type": "regex", "regex": pattern}
         case _:
             raise RequestError(f"guided_decoding: json or regex alone, got {', '.join(sorted(asked))}")
-    prompt = ChatPrompt([], "prompt", "", thinking, "reasoning" if thinking else "answer", False, ())
-    return constraint(prompt, None, response_format=form)  # type: ignore[arg-type]  # which it reads for tools alone
+    return format_constraint(form, thinking=thinking)
 
 
 def chunk_of(output: Output, usage: tuple[int, int] | None) -> dict[str, Any]:

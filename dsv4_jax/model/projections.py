@@ -41,7 +41,7 @@ def _columns(stack: Stacked, x: jax.Array, alike: bool) -> dict[str, Values]:
         # A long chunk's queries are multiplied by the kernel that finishes them.
         x, weight = x.astype(stack.weight.dtype), stack.weight
         return {name: Product(x, weight[start : start + width], (width,)) for name, start, width in parts}
-    if stack.names[0] == "wq_b" and isinstance(stack.weight, Quantised) and rounds_rows(stack.weight):
+    if stack.names[0] == "wq_b" and rounds_rows(stack.weight):
         made = product(x, stack.weight, dtype=jnp.bfloat16)  # as which it is made: queries need no wider copy of it
     else:
         made = linear(x, stack.weight, alike=alike)

@@ -356,12 +356,11 @@ class Frontend:
         asked = body.object("response_format")
         if asked is None or asked.get("type") == "text":
             return None
-        from ..chat import ChatPrompt, constraint
+        from ..chat.grammar import format_constraint
 
         self.need_texts()
         try:
-            free = ChatPrompt([], "prompt", "", False, "answer", False, ())
-            found = constraint(free, None, response_format=asked.fields)  # type: ignore[arg-type]  # read for tools alone
+            found = format_constraint(asked.fields)
         except CacheError as error:
             raise invalid("response_format", str(error)) from None
         return None if found is None else list(found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +50,6 @@ jax.tree_util.register_dataclass(Quantised, data_fields=["parts"], meta_fields=[
 Matrix: TypeAlias = "jax.Array | Quantised"
 
 
-def rounds_rows(weight: Any) -> bool:
+def rounds_rows(weight: Any) -> TypeGuard[Quantised]:
     """Whether these are weights whose products round rows to e4m3, as the released model does."""
     return isinstance(weight, Quantised) and weight.format.rows == "e4m3"
