@@ -423,7 +423,7 @@ def _model_ops() -> list[Kernel]:
     few = ((4096, 8192), (8192, 4096, 8), (32768, 1024), (40960, 1024), (4160, 4096), (2560, 4096))
     batches = (1, 16, 64, 256, 1024, 4096)
     products = ("dense_fp8", flash + pro, batches), ("dense_e4m3", flash + pro, batches), ("dense_bf16", few, (1, 16))
-    products += (("dense_bf16", [(1024, 4096)], (1, 16, 64, 1024, 4096)),)  # a compressor's
+    products += (("dense_bf16", [(1024, 4096), (256, 4096)], (1, 16, 64, 256, 1024, 4096)),)  # a compressor; the gate
     for op, sizes, batches in products:
         for matrix in (Matrix(*size) for size in sizes):
             weights = matrix.rows * matrix.columns

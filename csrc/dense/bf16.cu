@@ -3,11 +3,14 @@
 //
 // A block takes eight of the weights' rows, a warp 512 of their columns, which it keeps in registers, asked for before
 // the previous kernel's end. Tokens are multiplied by sixteens: M are tokens, N the weights' rows. Every number is one
-// sum in one order, whatever the other tokens are.
+// sum in one order, whatever the other tokens are: of 512 columns four chains of products, added up in pairs; and those
+// sums one after the other. So of many tokens a block can have 64 by 64 numbers and the same bits, each warp all
+// columns of 16 tokens and 32 rows of the weights, from a ring in shared memory.
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
 #include "common/handler.h"
+#include "common/hopper.cuh"
 #include "common/lanes.cuh"
 #include "common/overlap.cuh"
 
@@ -93,9 +96,99 @@ __global__ void __launch_bounds__(kWarps* kLanes) dense_bf16_kernel(const __grid
   }
 }
 
+constexpr int kManyTile = 64;     // tokens, and rows of the weights, of a block
+constexpr int kManyColumns = 64;  // of a stage
+constexpr int kManyStages = 4;
+constexpr int kManyThreads = 256;
+constexpr int kManyCells = 4;                    // of eight rows of the weights, of a warp
+constexpr int kManyRowBytes = kManyColumns * 2;  // of a stage
+constexpr int kManyChunks = kManyRowBytes / kChunkBytes;
+constexpr int kManyTileBytes = kManyTile * kManyRowBytes, kManyBytes = 2 * kManyStages * kManyTileBytes;
+constexpr int kManyLeast = 256;  // tokens from which on it is faster
+
+// Where a stage has a row's 16 bytes `chunk`: a pair of rows fills all banks.
+__device__ __forceinline__ uint32_t many_place(int row, int chunk) {
+  return row * kManyRowBytes + (chunk ^ (row & 1) * (kManyChunks / 2)) * kChunkBytes;
+}
+
+// Grid: tiles of tokens, tiles of the weights' rows.
+__global__ void __launch_bounds__(kManyThreads) dense_bf16_many_kernel(const __grid_constant__ DenseBf16Args args) {
+  extern __shared__ __align__(128) uint8_t dynamic[];
+  const uint32_t ring = shared_address(dynamic);
+  const int lane = lane_of(threadIdx.x), warp = warp_of(threadIdx.x), n = quad_of(lane), c = quad_lane(lane);
+  const int first_token = blockIdx.x * kManyTile, first_row = blockIdx.y * kManyTile;
+  const int stages = args.columns / kManyColumns;
+  let_next_start();
+  wait_for_previous();
+  const auto copy_stage = [&](int stage) {
+    const uint32_t to = ring + stage % kManyStages * 2 * kManyTileBytes;
+    constexpr int kRowsAtOnce = kManyThreads / kManyChunks;
+    const int chunk = threadIdx.x % kManyChunks;
+#pragma unroll
+    for (int i = 0; i < kManyTile / kRowsAtOnce; ++i) {
+      const int row = i * kRowsAtOnce + threadIdx.x / kManyChunks, token = first_token + row;
+      const bool there = token < args.tokens;
+      const size_t column = static_cast<size_t>(stage) * kManyColumns + chunk * (kChunkBytes / 2);
+      copy_async(to + many_place(row, chunk), args.x + static_cast<size_t>(there ? token : 0) * args.columns + column,
+                 there);
+      copy_async(to + kManyTileBytes + many_place(row, chunk),
+                 args.weights + static_cast<size_t>(first_row + row) * args.columns + column, true);
+    }
+  };
+  for (int stage = 0; stage < kManyStages - 1; ++stage) {
+    if (stage < stages) copy_stage(stage);
+    copy_commit();
+  }
+  const int token = warp / 2 * kGateTokens, row = warp % 2 * kManyCells * kGateRows;  // the warp's first in the tile
+  float sums[kManyCells][4] = {}, d[kManyCells][kGateChains][4] = {};
+  for (int stage = 0; stage < stages; ++stage) {
+    copy_wait<kManyStages - 2>();
+    __syncthreads();
+    if (stage + kManyStages - 1 < stages) copy_stage(stage + kManyStages - 1);
+    copy_commit();
+    const uint32_t x = ring + stage % kManyStages * 2 * kManyTileBytes, weights = x + kManyTileBytes;
+#pragma unroll
+    for (int i = 0; i < kManyChunks / kQuad; ++i) {
+      const uint4 a = load_shared(x + many_place(token + n, i * kQuad + c));
+      const uint4 b = load_shared(x + many_place(token + n + kGateTokens / 2, i * kQuad + c));
+#pragma unroll
+      for (int m = 0; m < kManyCells; ++m) {
+        const uint4 v = load_shared(weights + many_place(row + m * kGateRows + n, i * kQuad + c));
+        mma_bf16(d[m][2 * i % kGateChains], a.x, b.x, a.y, b.y, v.x, v.y);
+        mma_bf16(d[m][(2 * i + 1) % kGateChains], a.z, b.z, a.w, b.w, v.z, v.w);
+      }
+    }
+    if ((stage + 1) % (kGateColumns / kManyColumns) != 0) continue;
+#pragma unroll
+    for (int m = 0; m < kManyCells; ++m) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        sums[m][k] += (d[m][0][k] + d[m][1][k]) + (d[m][2][k] + d[m][3][k]);
+#pragma unroll
+        for (int chain = 0; chain < kGateChains; ++chain) d[m][chain][k] = 0;
+      }
+    }
+  }
+#pragma unroll
+  for (int m = 0; m < kManyCells; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int at = first_token + token + n + half * (kGateTokens / 2);
+      if (at >= args.tokens) continue;
+      float* const to = args.out + static_cast<size_t>(at) * args.rows + first_row + row + m * kGateRows + 2 * c;
+      *reinterpret_cast<float2*>(to) = make_float2(sums[m][2 * half], sums[m][2 * half + 1]);
+    }
+  }
+}
+
 namespace {
 
 namespace ffi = xla::ffi;
+
+cudaError_t launch_many(const DenseBf16Args& args, cudaStream_t stream) {
+  const dim3 grid((args.tokens + kManyTile - 1) / kManyTile, args.rows / kManyTile);
+  return start(dense_bf16_many_kernel, {grid, kManyThreads, kManyBytes}, follows, stream, args);
+}
 
 template <int kWarps = kGateWarps>
 cudaError_t launch_with(const DenseBf16Args& args, cudaStream_t stream) {
@@ -134,7 +227,8 @@ ffi::Error dense_bf16(cudaStream_t stream, Matrix x, Matrix weights, ffi::Result
                               static_cast<int>(tokens),
                               static_cast<int>(rows),
                               static_cast<int>(columns)};
-  return launched("dense_bf16", launch_with(args, stream));
+  const bool many = tokens >= kManyLeast && rows % kManyTile == 0 && aligned_to(out->untyped_data());
+  return launched("dense_bf16", many ? launch_many(args, stream) : launch_with(args, stream));
 }
 
 }  // namespace

@@ -118,8 +118,11 @@ cudaError_t launch_e4m3_many(const E4m3Args& args, const uint8_t* x, int parts, 
 // The number, from 1 on, of the shape for this call.
 inline int choose_e4m3(const E4m3Args& args, int parts) {
   const int blocks = args.columns / kE4m3Columns / parts, group_rows = args.weight_rows / args.groups;
-  constexpr int kFew = 128, kFewest = 64, kTile = 128;
-  if (args.rows <= kFew || group_rows % kTile != 0) {
+  constexpr int kFew = 128, kFewest = 64, kTile = 128, kBlocks = 2;
+  // Of twice as many rows blocks of the widest of them still run all at once.
+  const int row_tiles = (args.rows + kFew - 1) / kFew, few_blocks = row_tiles * parts * (args.weight_rows / kE4m3Rows);
+  const bool at_once = row_tiles == 2 && few_blocks <= kBlocks * multiprocessors();
+  if (row_tiles == 1 || at_once || group_rows % kTile != 0) {
     if (args.rows > kFewest) return kE4m3FewShapes - 1;
     int kind = blocks % 2 == 0 ? 2 : 1;
     for (const int most : {8, 16, 32}) {

@@ -39,9 +39,9 @@ class TestDenseBf16OnTheGpu(DenseBf16Test):
 
     @pytest.mark.parametrize("name", ["flash", "pro"])
     def test_alone_and_among_others(self, name: str) -> None:
-        x, weights = self.case(name, 200)
+        x, weights = self.case(name, 333)  # of 256 and more tokens another kernel's
         among = self.run(x, weights)
-        for first, size in ((0, 1), (3, 8), (100, 16), (31, 64), (180, 17)):
+        for first, size in ((0, 1), (3, 8), (100, 16), (31, 64), (180, 17), (260, 73), (5, 200), (7, 256), (20, 313)):
             np.testing.assert_array_equal(self.run(x[first : first + size], weights), among[first : first + size])
 
     @pytest.mark.parametrize("name", ["tiles", "parts", "odd", "odd parts", "two parts", "compressor"])
