@@ -402,7 +402,7 @@ def _model_ops() -> list[Kernel]:
             Kernel(
                 op,
                 name,
-                tokens,
+                tokens if op == "moe" else (*tokens, 8192),
                 lambda b, calls, _, op=op, here=here: experts(op, b, calls, here, 256, *hidden),
                 lambda b: 13.4e6 * min(256, 6 * b),
             )

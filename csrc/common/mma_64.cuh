@@ -25,6 +25,7 @@ __device__ __forceinline__ void mma_64(float (&d)[kN / 2], uint64_t a, uint64_t 
 #define DSV4_REGISTERS_96 \
   DSV4_REGISTERS_64       \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define DSV4_REGISTERS_104 DSV4_REGISTERS_96 ", %48, %49, %50, %51"
 #define DSV4_REGISTERS_120 \
   DSV4_REGISTERS_96        \
   ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59"
@@ -36,6 +37,7 @@ __device__ __forceinline__ void mma_64(float (&d)[kN / 2], uint64_t a, uint64_t 
 #define DSV4_SUMS_32(d) DSV4_F16(d, 0)
 #define DSV4_SUMS_64(d) DSV4_F16(d, 0), DSV4_F16(d, 16)
 #define DSV4_SUMS_96(d) DSV4_SUMS_64(d), DSV4_F16(d, 32)
+#define DSV4_SUMS_104(d) DSV4_SUMS_96(d), DSV4_F4(d, 48)
 #define DSV4_SUMS_120(d) DSV4_SUMS_96(d), DSV4_F8(d, 48), DSV4_F4(d, 56)
 #define DSV4_SUMS_128(d) DSV4_F64(d, 0)
 

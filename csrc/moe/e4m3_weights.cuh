@@ -12,9 +12,11 @@
 namespace dsv4 {
 
 constexpr int kWordGroups = kE4m3Columns / kWeightGroup;  // of 32 columns, in a tile
-constexpr uint32_t kWidened = 0xFF;  // the last byte of a row's scales, if one counts for 128 columns
+// The last byte of a row's scales: one counts for 128 columns; one counts for all columns of the row, in all rows.
+constexpr uint32_t kWidened = 0xFF, kOneScale = 0xFE;
 constexpr int kLeastTable = -8;      // 2^k times e2m1 numbers are e4m3 ones from k = -8 to 6
 constexpr int kTables = 16;
+constexpr uint32_t kTablesBytes = kTables * sizeof(uint2);  // they lie at a multiple of it
 constexpr int kNoFactor = -kLeastTable;  // the table of k = 0
 
 // The e4m3 codes of the eight magnitudes of e2m1 times 2^k, eight bytes: of table k - kLeastTable.
@@ -33,12 +35,12 @@ __device__ __forceinline__ uint2 widening_table(int index) {
   return {words[0], words[1]};
 }
 
-// Which table, in bytes from the first, the scales of a row say for a group of 32 columns.
+// The table that the scales of a row say for a group of 32 columns.
 template <int kGroup>
-__device__ __forceinline__ uint32_t table_offset(uint32_t of_row) {
+__device__ __forceinline__ uint2 table_of(uint32_t tables, uint32_t of_row) {
   constexpr int kTableBit = 3;  // eight bytes each
   constexpr uint32_t kOffsets = 15u << kTableBit;
-  return of_row >> (kE4m3Bits + 4 * kGroup - kTableBit) & kOffsets;
+  return load_shared2(of_row >> (kE4m3Bits + 4 * kGroup - kTableBit) & kOffsets | tables);
 }
 
 // Four bytes of a table, by the low halves of the selectors.
@@ -75,6 +77,7 @@ DSV4_MMA_E4M3(16, "%8, %9, %10, %11", "12", "13")
 DSV4_MMA_E4M3(32, "%16, %17, %18, %19", "20", "21")
 DSV4_MMA_E4M3(64, "%32, %33, %34, %35", "36", "37")
 DSV4_MMA_E4M3(96, "%48, %49, %50, %51", "52", "53")
+DSV4_MMA_E4M3(104, "%52, %53, %54, %55", "56", "57")
 DSV4_MMA_E4M3(120, "%60, %61, %62, %63", "64", "65")
 
 }  // namespace dsv4

@@ -42,7 +42,7 @@ def as_the_kernel(tile: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     for group, thread, half in np.ndindex(4, 128, 2):
         warp, r, q = thread >> 5, thread >> 2 & 7, thread & 3
         row, of_row, word = 16 * warp + r + 8 * half, int(rows[warp, r, half]), int(words[group, thread, half])
-        if of_row >> 24 == 0xFF:
+        if of_row >> 24 >= 0xFE:
             k, scale = (of_row >> 8 + 4 * group & 15) - 8, of_row & 0xFF
         else:
             k, scale = 0, of_row >> 8 * group & 0xFF
@@ -111,6 +111,26 @@ def test_one_row_decides_for_its_matrix_alone() -> None:
     assert (marks[[0, 2]] == 0xFF).all() and (marks[1] != 0xFF).all()
     assert np.unravel_index(spans(codes, scales).argmax(), (3, 64, 2)) == (1, 17, 1)
     assert spans(codes, scales).max() == 15
+
+
+@pytest.mark.parametrize("apart", [11, 12])
+def test_a_row_within_eleven_binades_has_one_scale(apart: int) -> None:
+    """Then no code is subnormal, whose products the unit would align otherwise; one row more decides for all."""
+    codes, scales = matrix(0)
+    scales[:] = np.arange(40, 104)[:, None] + np.random.default_rng(0).integers(0, 12, scales.shape)
+    codes[:, ::16] |= 1
+    codes[3, 16 * 5 : 16 * 6] = 0x80  # zeros, whose scale does not count
+    scales[3], scales[3, 5] = np.arange(46, 54), 127
+    scales[17, [2, 6]] = 60, 60 + apart
+    scales[17, [0, 1, 3, 4, 5, 7]] = 61
+    (packed,) = (np.asarray(x) for x in pack(codes, scales))
+    got, factors = zip(*(as_the_kernel(tile) for tile in packed[0]), strict=True)
+    codes_e4m3, factors = np.concatenate(got, -1) & 0x7F, np.concatenate(factors, -1)
+    one = apart <= fp4_e4m3.MAX_ROW_SPAN
+    assert (packed[..., 4096:].reshape(-1, 4)[:, 3] == (0xFE if one else 0xFF)).all()
+    assert (factors == factors[:, :1]).all() == one
+    assert not one or (codes_e4m3[codes_e4m3 > 0] >= 8).all()
+    np.testing.assert_array_equal(fp4_e4m3.decode(*unpack(packed)), fp4_e4m3.decode(codes, scales))
 
 
 def test_zeros_have_no_scale() -> None:

@@ -4,8 +4,10 @@ An e2m1 number times 2^k is an e4m3 number for k from -8 to 6. So 128 columns of
 with a scale each, are e4m3 codes with one scale, 2^-6 times the greatest, if those of their groups that are not all
 zeros lie within 2^14 of each other (`spans`). Then a product adds up 128 columns before it is scaled, as of FP8
 weights. Of a matrix in which one row's 128 columns span more none does so: all its products add up 32 columns before
-they are scaled, which is exact for any scales, has other bits and takes longer. `pack` decides it, of each matrix by
-itself and of what is in it alone.
+they are scaled, which is exact for any scales, has other bits and takes longer. Where all columns of each row lie within
+2^11, as those of released weights do, a row has one scale for all of them: its codes stay normal numbers, so that the
+bits are the same, and products are scaled once, at the end. `pack` decides it, of each matrix by itself and of what is
+in it alone.
 
 A tile is 64 rows x 128 columns, `TILE_BYTES`, as that of `fp4` is:
 
@@ -14,7 +16,8 @@ A tile is 64 rows x 128 columns, `TILE_BYTES`, as that of `fp4` is:
   sign of the first four's code i is bit 8 i + 7, of the other four's bit 8 i + 3: where they are those of e4m3 codes
   once a table has made bytes of the magnitudes (and the word is shifted by 4).
 * Scales, 256 bytes: [w, r, h], a word for a row. Widened without loss its bytes are, the lowest first: the scale,
-  k + 8 of the first two groups (4 bits each) and of the other two, 255. Else they are the four groups' scales.
+  k + 8 of the first two groups (4 bits each) and of the other two, and 255, or 254 if all of the row have that scale.
+  Else they are the four groups' scales.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from .fp4 import LARGEST_SCALE, TILE_BYTES, TILE_COLUMNS, TILE_ROWS, Array, deco
 
 __all__ = [
     "LARGEST_SCALE",
+    "MAX_ROW_SPAN",
     "MAX_SPAN",
     "TILE_BYTES",
     "TILE_COLUMNS",
@@ -47,10 +51,11 @@ __all__ = [
 ]
 
 MAX_SPAN = 14  # of the exponents of scales that 128 columns may have
+MAX_ROW_SPAN = 11  # that a row may have to have one scale
 GROUP, GROUPS = 32, 4  # columns of a released scale; of them in 128 columns
 _LEAST, _MOST = -8, 6  # k of 2^k times an e2m1 number that is an e4m3 one
 _CODE_BYTES = TILE_ROWS * TILE_COLUMNS // 2
-_WIDENED = 0xFF  # no scale
+_WIDENED, _ONE_SCALE = 0xFF, 0xFE  # no scales
 # Axes of codes [matrix, tile, w, h, r, step, group, g, q, i] as of words [matrix, tile, step, group, w, r, q, h, g, i].
 _WORD_AXES = (0, 1, 5, 6, 2, 4, 8, 3, 7, 9)
 _CODE_AXES = tuple(int(i) for i in np.argsort(_WORD_AXES))
@@ -64,11 +69,16 @@ def spans(codes: Array, scales: Array) -> Array:
 
     Groups of zeros do not count. Codes [..., N, K / 2] and scales [..., N, K / 32] uint8 as released, of NumPy or JAX.
     """
+    most, least = _extremes(codes, scales)
+    return (most - least).clip(0).astype(np.int32)
+
+
+def _extremes(codes: Array, scales: Array) -> tuple[Array, Array]:
+    """The greatest and the least exponent of every 128 columns, [..., N, K / 128] int32: 0 and 255 of zeros."""
     xp = codes.__array_namespace__()
     used = (codes.reshape(*scales.shape, GROUP // 2) & np.uint8(0x77)).any(-1).reshape(*scales.shape[:-1], -1, GROUPS)
     exponents = scales.astype(np.int32).reshape(used.shape)
-    most, least = xp.where(used, exponents, 0).max(-1), xp.where(used, exponents, 255).min(-1)
-    return xp.maximum(most - least, 0).astype(np.int32)
+    return xp.where(used, exponents, 0).max(-1), xp.where(used, exponents, 255).min(-1)
 
 
 def warn_of_spans(name: str, apart: Array) -> None:
@@ -84,16 +94,19 @@ def warn_of_spans(name: str, apart: Array) -> None:
         )
 
 
-def widened(codes: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def widened(codes: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Returns the scale code of every 128 columns [..., N, K / 128], each group's k [..., N, K / 32] int32, and of each
-    matrix whether it is widened without loss, [...] bool. A k of what is not, and of zeros, is in its range only.
+    matrix whether it is widened without loss, and whether its rows have one scale each, [...] bool. A k of what is not
+    widened, and of zeros, is in its range only.
     """
-    exponents = scales.astype(jnp.int32).reshape(*scales.shape[:-1], -1, GROUPS)
-    used = (codes.reshape(*exponents.shape, GROUP // 2) & np.uint8(0x77)).any(-1)
-    scale = jnp.maximum(jnp.where(used, exponents, 0).max(-1) - _MOST, 1)
+    most, least = _extremes(codes, scales)
+    row_most, row_least = most.max(-1, keepdims=True), least.min(-1, keepdims=True)
+    one_scale = (row_most - row_least <= MAX_ROW_SPAN).all((-2, -1))
+    scale = jnp.maximum(jnp.where(one_scale[..., None, None], row_most, most) - _MOST, 1)
+    exponents = scales.astype(jnp.int32).reshape(*scale.shape, GROUPS)
     k = jnp.clip(exponents - scale[..., None], _LEAST, _MOST)
-    exact = (spans(codes, scales) <= MAX_SPAN).all((-2, -1))
-    return scale.astype(jnp.uint8), k.reshape(scales.shape), exact
+    exact = (most - least <= MAX_SPAN).all((-2, -1))
+    return scale.astype(jnp.uint8), k.reshape(scales.shape), exact, one_scale
 
 
 def pack(codes: jax.Array, scales: jax.Array) -> tuple[jax.Array]:
@@ -105,11 +118,12 @@ def pack(codes: jax.Array, scales: jax.Array) -> tuple[jax.Array]:
     words = ((x & np.uint32(7)) << _along(_MAGNITUDE, x) | (x >> np.uint32(3)) << _along(_SIGN, x)).sum(
         (-2, -1), dtype=jnp.uint32
     )
-    scale, k, exact = widened(codes, scales)
+    scale, k, exact, one_scale = widened(codes, scales)
     of_k = (k - _LEAST).astype(jnp.uint32).reshape(*scale.shape, GROUPS)
     short = scale.astype(jnp.uint32) | (of_k << _along(_OF_K, of_k)).sum(-1, dtype=jnp.uint32)
     each = lax.bitcast_convert_type(scales.reshape(*scale.shape, GROUPS), jnp.uint32)
-    of_rows = jnp.where(exact[..., None, None], short | np.uint32(_WIDENED << 24), each)
+    kind = jnp.where(one_scale, np.uint32(_ONE_SCALE << 24), np.uint32(_WIDENED << 24))
+    of_rows = jnp.where(exact[..., None, None], short | kind[..., None, None], each)
     of_rows = of_rows.reshape(-1, tiles, 4, 2, 8, steps).transpose(0, 1, 5, 2, 4, 3)
     parts = [lax.bitcast_convert_type(part, jnp.uint8).reshape(-1, tiles, steps, n)
              for part, n in ((words, _CODE_BYTES), (of_rows, TILE_BYTES - _CODE_BYTES))]  # fmt: skip
@@ -131,7 +145,7 @@ def unpack(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
     k = (rows >> _along(_OF_K, rows) & np.uint32(15)).astype(jnp.int32) + _LEAST
     short = ((rows & np.uint32(255)).astype(jnp.int32) + k).astype(jnp.uint8)
     each = (rows >> _along(_OF_SCALES, rows)).astype(jnp.uint8)
-    scales = jnp.where(rows >> np.uint32(24) == _WIDENED, short, each)
+    scales = jnp.where(rows >> np.uint32(24) >= _ONE_SCALE, short, each)
     return codes[..., 0] | codes[..., 1] << np.uint8(4), scales.reshape(*lead, tiles * TILE_ROWS, -1)
 
 
