@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax import AttentionType, CacheLayout, DSV4Config, init_cache, model, testing
+from dsv4_jax.engine import Completion, Engine, EngineStats, Prompt
 from dsv4_jax.errors import PerformanceWarning
 from dsv4_jax.formats.weights import WEIGHT_FORMATS, fp4
 from dsv4_jax.layout import CacheSize
@@ -157,6 +158,20 @@ def test_chunks_neighbours_hits_and_preemption_change_no_bit() -> None:
 
 
 SWA, CSA, HCA = AttentionType
+# Widths that kernels whose bits are promised have.
+GPU_CFG = dataclasses.replace(
+    DSV4Config.tiny(layer_types=(SWA, SWA, CSA, HCA)),
+    **V4_WIDTHS,
+    hidden_size=4096,
+    hc_mult=4,
+    q_lora_rank=128,
+    o_lora_rank=128,
+    index_topk=32,
+    moe_intermediate_size=256,
+    n_routed_experts=16,
+    num_experts_per_tok=6,
+    num_mtp_layers=0,
+)
 Seen = dict[str, np.ndarray]  # what an op gave of each token, by its layer and name
 
 
@@ -229,20 +244,7 @@ def first_difference(one: Seen, other: Seen) -> str:
 @pytest.mark.gpu
 def test_bits_depend_on_no_executable(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt in one step, and in chunks and single tokens: steps of three numbers of rows."""
-    cfg = dataclasses.replace(
-        DSV4Config.tiny(layer_types=(SWA, SWA, CSA, HCA)),
-        **V4_WIDTHS,
-        hidden_size=4096,
-        hc_mult=4,
-        q_lora_rank=128,
-        o_lora_rank=128,
-        index_topk=32,
-        moe_intermediate_size=256,
-        n_routed_experts=16,
-        num_experts_per_tok=6,
-        num_mtp_layers=0,
-    )
-    params, layout = as_released(model.init_params(cfg, 2, "released")), CacheLayout(cfg, numerics="released")
+    params, layout = as_released(model.init_params(GPU_CFG, 2, "released")), CacheLayout(GPU_CFG, numerics="released")
     forward = tapped_forward(params, layout, monkeypatch)
     logits, cache, ops = fed(params, layout, [300], forward)
     others, other_cache, other_ops = fed(params, layout, [64] * 4 + [1] * 44, forward)
@@ -258,3 +260,51 @@ def test_bits_depend_on_no_executable(monkeypatch: pytest.MonkeyPatch) -> None:
     said = f"{different} of {logits.size} logits and {stored} cache bytes differ; the first: {where}"
     print(f"{said}; {len(ops)} results of ops were compared")
     assert different == 0 and not any(stored.values()) and where == "no op", said
+
+
+def served_and_scored(
+    cfg: DSV4Config, *, requests: int, longest: int, drafts: int, mesh: jax.sharding.Mesh | None
+) -> tuple[list[Completion], list[np.ndarray], EngineStats]:
+    """Answers to random prompts, many of which share beginnings, in an engine with room for few of them; and the
+    log-probabilities that another engine, of one device and of other steps, gives the same texts in one pass each.
+    """
+    params = as_released(model.init_params(cfg, 3, "released", drafts=drafts > 0))
+    layout, rng = CacheLayout(cfg, numerics="released", draft_tokens=drafts), np.random.default_rng(drafts)
+    beginnings = [rng.integers(0, cfg.vocab_size, longest).tolist() for _ in range(8)]
+    prompts = [
+        Prompt(
+            tokens=beginnings[i % 8][: rng.integers(longest)] + rng.integers(0, cfg.vocab_size, 1 + i % 7).tolist(),
+            max_new_tokens=int(rng.integers(2, 2 + longest // 8)),
+            sampling=model.Sampling(temperature=float(i % 2), seed=i),
+            logprobs=0,
+        )
+        for i in range(requests)
+    ]
+    columns = layout.blocks_for(longest + longest // 8 + 8)
+    size = CacheSize(3 * columns, 6, columns, num_snapshots=4)
+    split = {} if mesh is None else dict(mesh=mesh)
+    held = params if mesh is None else model.shard_params(cfg, params, mesh)
+    steps = dict(chunk_tokens=longest // 2, prefill_tokens=(24,), decode_rows=(1, 3), decode_steps=2)
+    with Engine.of(held, layout, size, drafts=drafts, **steps, **split) as serving:
+        answers = [samples[0] for samples in serving.run(prompts)]
+        stats = serving.stats()
+    texts = [list(prompt.tokens) + answer.tokens for prompt, answer in zip(prompts, answers, strict=True)]
+    with Engine.of(params, layout, CacheSize(columns + 1, 2, columns), chunk_tokens=longest * 5 // 4) as scoring:
+        scores = scoring.score(texts)
+    tails = [np.array(score.logprobs[-len(answer.tokens) :]) for score, answer in zip(scores, answers, strict=True)]
+    return answers, tails, stats
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("drafts", [0, 2])
+@pytest.mark.parametrize("split", [None, (1, 2), (2, 1)])
+def test_a_score_has_the_bits_of_decoding(drafts: int, split: tuple[int, int] | None) -> None:
+    """64 random requests: prompts in chunks and beside decodes, verified drafts, hits, preemption, one GPU and two."""
+    if split and len(jax.devices()) < 2:
+        pytest.skip("needs 2 devices")
+    cfg = dataclasses.replace(GPU_CFG, num_mtp_layers=1, vocab_size=512)
+    mesh = jax.make_mesh(split, ("data", "tensor"), devices=jax.devices()[:2]) if split else None
+    answers, scores, stats = served_and_scored(cfg, requests=64, longest=600, drafts=drafts, mesh=mesh)
+    different = sum(int((np.array(a.logprobs) != s).sum()) for a, s in zip(answers, scores, strict=True))
+    print(f"{sum(len(s) for s in scores)} log-probabilities, {different} differ; {stats}")
+    assert different == 0 and sum(a.cached > 0 for a in answers) > 8 and stats.counts["preemptions"] > 0
