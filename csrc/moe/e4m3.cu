@@ -20,11 +20,20 @@ cudaError_t launch_e4m3_with(const MoeArgs& args, cudaStream_t stream) {
   if (args.hidden % (Shape::kRun * kE4m3Columns) != 0 || args.inter % (Shape::kRun * kE4m3Columns) != 0)
     return cudaErrorInvalidValue;
   const MoeE4m3Work work = moe_e4m3_work(args, nullptr);
-  const RoundRowsArgs rows = {args.x, work.codes, work.scales, args.tokens, scale_pitch(args.tokens), args.hidden};
-  cudaError_t error = round_rows(rows, stream);
+  const bool one = pairs <= kPlacePairs;  // block that places them
+  const int blocks = one ? 1 : kMaxCluster, warps = one ? (pairs + kLanes - 1) / kLanes : kPlaceWarps;
+  const int named = warps * place_run(pairs, blocks * warps) * static_cast<int>(sizeof(uint32_t));
+  cudaError_t error =
+      start(moe_e4m3_places_kernel, {dim3(blocks), warps * kLanes, named, static_cast<unsigned>(blocks)}, follows,
+            stream, args, work, Shape::kRows);
   if (error != cudaSuccess) return error;
-  const int list_blocks = std::min(2 * sms, (pairs + kListWarps - 1) / kListWarps);
-  error = start(moe_e4m3_lists_kernel, {dim3(list_blocks), kListThreads}, true, stream, args, Shape::kRows);
+  const auto list = [&](auto kernel, int tokens) {
+    const dim3 grid((args.tokens + tokens - 1) / tokens,
+                    (args.hidden + kRoundThreads * kRoundOwn - 1) / (kRoundThreads * kRoundOwn));
+    return start(kernel, {grid, kRoundThreads}, true, stream, args, work);
+  };
+  error = args.tokens <= kListedFew ? list(moe_e4m3_rows_kernel<1>, 1)
+                                    : list(moe_e4m3_rows_kernel<kListedTokens>, kListedTokens);
   if (error != cudaSuccess) return error;
   const auto product = [&](auto kernel, int row_tiles) {
     const int blocks = std::min(static_cast<int64_t>(sms) * Shape::kBlocks, static_cast<int64_t>(pairs) * row_tiles);
@@ -34,8 +43,7 @@ cudaError_t launch_e4m3_with(const MoeArgs& args, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   error = product(moe_e4m3_kernel<Shape, false>, args.hidden / kItemRows);
   if (error != cudaSuccess) return error;
-  const dim3 grid(args.tokens, (args.hidden / kSumColumns + kSumThreads - 1) / kSumThreads);
-  return start(moe_sum_kernel<RoundedParts>, {grid, kSumThreads}, true, stream, args);
+  return sum_parts<RoundedParts>(args, work.parts, stream);
 }
 
 // Warpgroups, rows of an item, blocks an SM, stages, blocks of K of a stage: from the fewest rows to the most.

@@ -38,8 +38,7 @@ cudaError_t launch_with(const MoeArgs& args, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   error = product(moe_kernel<Shape, false>, args.hidden / kGroupRows, true);
   if (error != cudaSuccess) return error;
-  const dim3 grid(args.tokens, (args.hidden / kSumColumns + kSumThreads - 1) / kSumThreads);
-  return start(moe_sum_kernel<FloatParts>, {grid, kSumThreads}, true, stream, args);
+  return sum_parts<FloatParts>(args, moe_work(args, nullptr).parts, stream);
 }
 
 // Warpgroups, rows of an item, tiles of a stage, stages, blocks an SM, window, products by warp: from the fewest rows

@@ -52,7 +52,7 @@ def launch_experts(op: str, arguments: MoeArguments, workspace: Callable[..., in
     here, inter = arguments.down.shape[0], arguments.inter
     results = (
         jax.ShapeDtypeStruct((tokens, hidden), jnp.float32),
-        jax.ShapeDtypeStruct((workspace_bytes(tokens, top, hidden, inter, here),), jnp.uint8),
+        jax.ShapeDtypeStruct((workspace(tokens, top, hidden, inter, here),), jnp.uint8),
     )
     share = arguments.share.astype(jnp.float32)
     operands = arguments.x.astype(jnp.bfloat16), arguments.chosen, share, arguments.gate_up, arguments.down
