@@ -29,8 +29,8 @@ cudaError_t launch_e4m3_with(const MoeArgs& args, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   const auto list = [&](auto kernel, int tokens) {
     const dim3 grid((args.tokens + tokens - 1) / tokens,
-                    (args.hidden + kRoundThreads * kRoundOwn - 1) / (kRoundThreads * kRoundOwn));
-    return start(kernel, {grid, kRoundThreads}, true, stream, args, work);
+                    (args.hidden + kListedThreads * kRoundOwn - 1) / (kListedThreads * kRoundOwn));
+    return start(kernel, {grid, kListedThreads}, true, stream, args, work);
   };
   error = args.tokens <= kListedFew ? list(moe_e4m3_rows_kernel<1>, 1)
                                     : list(moe_e4m3_rows_kernel<kListedTokens>, kListedTokens);

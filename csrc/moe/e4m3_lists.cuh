@@ -6,7 +6,7 @@
 #pragma once
 
 #include "dense/e4m3.cuh"
-#include "dense/round_rows.cuh"
+#include "dense/round_eight.cuh"
 #include "moe/lists.cuh"
 
 namespace dsv4 {
@@ -161,16 +161,17 @@ __global__ void __launch_bounds__(kPlaceThreads)
   if (blocks > 1) cluster_meet();  // others have read the totals
 }
 
+constexpr int kListedThreads = 128;
 constexpr int kListedTokens = 4;  // of a thread, where there are many
 constexpr int kListedFew = 512;   // tokens that are not
 
-// Rounds the tokens' rows and writes each to all of its places. As in round_rows_kernel a thread has eight columns.
+// Rounds the tokens' rows and writes each to all of its places. A thread has eight columns.
 template <int kTokens>
-__global__ void __launch_bounds__(kRoundThreads)
+__global__ void __launch_bounds__(kListedThreads)
     moe_e4m3_rows_kernel(const __grid_constant__ MoeArgs args, const __grid_constant__ MoeE4m3Work work) {
   static_assert(kMaxTop <= kRoundSharers, "a lane for each place of a token");
   let_next_start();
-  const int column = (blockIdx.y * kRoundThreads + threadIdx.x) * kRoundOwn, token = blockIdx.x * kTokens;
+  const int column = (blockIdx.y * kListedThreads + threadIdx.x) * kRoundOwn, token = blockIdx.x * kTokens;
   if (column >= args.hidden) return;  // whole warps: columns are in 256s
   const int own = within<kRoundSharers>(threadIdx.x);
   uint4 words[kTokens] = {};

@@ -1,4 +1,4 @@
-"""dense_e4m3 in the project's own CUDA for Hopper: one launch rounds the rows, one multiplies.
+"""dense_e4m3 in the project's own CUDA for Hopper: one launch rounds the rows, if they are not yet, one multiplies.
 
 Up to 128 rows `csrc/dense/e4m3_few.cuh` streams the weights once, above `csrc/dense/e4m3_many.cuh` takes tiles of rows
 and weights. All shapes in which they are compiled give the same bits: those of `tests/oracle/matrix_unit.py`.
@@ -9,14 +9,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from ..formats.activations import ROW_BLOCK
 from ..ops.dense_fp8 import DenseFp8Arguments
+from ..ops.rounded_rows import RoundedRows
 from .calls import declare, launch
 from .dense_fp8 import supports
 
 __all__ = ["IMPLEMENTATION", "call"]
-
-PITCH = 4  # rows of scales come in multiples: 16 bytes
 
 
 def call(arguments: DenseFp8Arguments) -> jax.Array:
@@ -25,14 +23,12 @@ def call(arguments: DenseFp8Arguments) -> jax.Array:
     Raises:
         ImplementationError: the CUDA library is not there.
     """
-    x = arguments.x.astype(jnp.bfloat16)
-    rows, columns = x.shape
-    rounded = (
-        jax.ShapeDtypeStruct((rows, columns), jnp.uint8),
-        jax.ShapeDtypeStruct((columns // ROW_BLOCK, -(-rows // PITCH) * PITCH), jnp.float32),
-    )
-    codes, scales = launch("dense_e4m3", "dsv4_round_rows", rounded, x)
-    result = jax.ShapeDtypeStruct((rows, arguments.weight_rows), arguments.dtype)
+    x = arguments.x
+    if isinstance(x, RoundedRows):
+        codes, scales = x.codes, x.scales
+    else:
+        codes, scales = launch("dense_e4m3", "dsv4_round_rows", RoundedRows.shapes(*x.shape), x.astype(jnp.bfloat16))
+    result = jax.ShapeDtypeStruct((x.shape[0], arguments.weight_rows), arguments.dtype)
     settings = dict(groups=arguments.groups, whole_rows=arguments.whole_rows, shape=0)
     operands = codes, scales, arguments.codes, arguments.scales
     return launch("dense_e4m3", "dsv4_dense_e4m3", result, *operands, **settings)

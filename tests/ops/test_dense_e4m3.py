@@ -11,6 +11,7 @@ import pytest
 from dsv4_jax.formats.activations import quantise_rows
 from dsv4_jax.formats.weights.fp8_e4m3 import pack
 from dsv4_jax.ops import dense_e4m3
+from dsv4_jax.ops.rounded_rows import RoundedRows
 
 from ..oracle import dense as oracle
 from ..oracle import matrix_unit
@@ -56,6 +57,16 @@ class DenseE4m3Test(DenseTest):
         x = (x.astype(np.float32) * np.where(small, 2.0**-14, 1)).astype(jnp.bfloat16)
         codes = codes & 0x87 | np.where(small, 0x70, 0x08).astype(np.uint8)  # exponents 7 and -6
         assert 2e-2 < self.rounding(x, codes, scales) < 1e-1
+
+    @pytest.mark.parametrize("rows", [1, 18, 300])
+    def test_rows_that_are_rounded_before(self, rows: int) -> None:
+        x, *weights = self.case("groups", rows)
+        x[0, 5] = np.nan
+        rounded = RoundedRows.of(jnp.asarray(x))
+        assert rounded.scales.shape == (20, -(-rows // 4) * 4) and not rounded.scales[:, rows:].any()
+        got, want = self.run(rounded, *weights, groups=5), self.run(x, *weights, groups=5)
+        np.testing.assert_array_equal(got, want)
+        assert np.isnan(got[0, : got.shape[1] // 5]).all() and not np.isnan(got[1:]).any()
 
     def rounding(self, x: np.ndarray, codes: np.ndarray, scales: np.ndarray, groups: int = 1) -> float:
         """Compares a product with float64 of the same codes. Returns what rounding the rows costs of it."""
