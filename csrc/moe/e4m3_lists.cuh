@@ -5,6 +5,7 @@
 // each other: what a product takes of some groups is one run of bytes, and so are their scales.
 #pragma once
 
+#include "common/row_math.cuh"
 #include "dense/e4m3.cuh"
 #include "dense/round_eight.cuh"
 #include "moe/lists.cuh"
@@ -220,6 +221,14 @@ struct RoundedParts {
     }
   };
   __device__ __forceinline__ static Addend addend(const Words& x, float /*share*/) { return {{x.x, x.y, x.z, x.w}}; }
+  // Sums with what is beside them, as bf16.
+  __device__ __forceinline__ static Words rounded(const float (&sums)[kOwn], const Words& beside) {
+    const Addend more = addend(beside, 1.f);
+    uint32_t pairs[kOwn / 2];
+#pragma unroll
+    for (int i = 0; i < kOwn / 2; ++i) pairs[i] = bf16_pair(more(sums[2 * i], 2 * i), more(sums[2 * i + 1], 2 * i + 1));
+    return {pairs[0], pairs[1], pairs[2], pairs[3]};
+  }
 };
 
 }  // namespace dsv4

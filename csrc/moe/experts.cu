@@ -68,6 +68,7 @@ ffi::Error moe(cudaStream_t stream, decltype(MoeOperands::x) x, decltype(MoeOper
   MoeArgs args = {};
   MoeOperands given = {x, chosen, share, gate_up, down, out, work};
   const ffi::Error error = read_moe("moe", given, first, routed, limit, moe_work, args);
+  if (out->element_type() != ffi::F32) return refusal("moe", "out must be float32");
   const int64_t pairs = int64_t{args.tokens} * args.top;
   if (error.failure() || pairs == 0) return error;
   const int shape = choose_shape(pairs, pairs / std::max(args.routed, 1));

@@ -39,12 +39,13 @@ struct MoeArgs {
   const float* share;      // [T, top] their weights
   const uint8_t* gate_up;  // [experts, 2 * inter / 64, hidden / 128, 4352], packed; see moe/weights.cuh
   const uint8_t* down;     // [experts, hidden / 64, inter / 128, 4352]
-  float* out;              // [T, hidden]
+  void* out;               // [T, hidden] float32; bf16 if there is something beside
   uint8_t* work;           // as many bytes as dsv4_moe_workspace says
   int tokens, top, hidden, inter;
-  int experts, first;  // those of this device: first .. first + experts - 1
-  int routed;          // all that tokens choose among
-  float limit;         // of the SwiGLU
+  int experts, first;           // those of this device: first .. first + experts - 1
+  int routed;                   // all that tokens choose among
+  float limit;                  // of the SwiGLU
+  const __nv_bfloat16* beside;  // [T, hidden], added to the sums of moe/e4m3.cu before they are rounded; null: nothing
 };
 
 // Where things lie in the workspace.
@@ -307,8 +308,9 @@ __device__ __forceinline__ void made(uintptr_t& address) { asm volatile("" : "+l
 // Each token's experts' results times their shares. All experts there are make eight parts; in each they are added in
 // their order, and the parts by a binary tree: ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)). So devices that have whole
 // branches of the tree give sums that, added by the rest of it, are those of one device. A warp finds the order by
-// itself; all that a thread adds up is asked for before the first is waited for.
-template <typename Parts>
+// itself; all that a thread adds up is asked for before the first is waited for. `kBeside`: what is beside the sums is
+// added to them, and they are rounded.
+template <typename Parts, bool kBeside>
 __global__ void __launch_bounds__(kSumThreads)
     moe_sum_kernel(const __grid_constant__ MoeArgs args, const typename Parts::Number* __restrict__ parts) {
   constexpr int kOwn = Parts::kOwn, kBlockColumns = kSumThreads * kOwn;
@@ -322,6 +324,8 @@ __global__ void __launch_bounds__(kSumThreads)
        column += gridDim.y * kBlockColumns) {
     auto from = reinterpret_cast<uintptr_t>(parts + row * args.top + column);
     made(from);
+    [[maybe_unused]] typename Parts::Words beside;
+    if constexpr (kBeside) beside = __ldg(reinterpret_cast<const typename Parts::Words*>(args.beside + row + column));
     SumTree<kOwn> sums;
     for (int start = 0; start < order.count; start += kSumAhead) {
       typename Parts::Words words[kSumAhead];
@@ -339,17 +343,22 @@ __global__ void __launch_bounds__(kSumThreads)
       }
     }
     const float(&all)[kOwn] = sums.total();
+    if constexpr (kBeside) {
+      *reinterpret_cast<typename Parts::Words*>(static_cast<__nv_bfloat16*>(args.out) + row + column) =
+          Parts::rounded(all, beside);
+    } else {
+      auto* const out = reinterpret_cast<float4*>(static_cast<float*>(args.out) + row + column);
 #pragma unroll
-    for (int c = 0; c < kOwn; c += 4)
-      *reinterpret_cast<float4*>(args.out + row + column + c) = {all[c], all[c + 1], all[c + 2], all[c + 3]};
+      for (int c = 0; c < kOwn; c += 4) out[c / 4] = {all[c], all[c + 1], all[c + 2], all[c + 3]};
+    }
   }
 }
 
-template <typename Parts>
+template <typename Parts, bool kBeside = false>
 cudaError_t sum_parts(const MoeArgs& args, const typename Parts::Number* parts, cudaStream_t stream) {
   constexpr int kBlockColumns = kSumThreads * Parts::kOwn;
   const int blocks = args.tokens < kSumWhole ? (args.hidden + kBlockColumns - 1) / kBlockColumns : 1;
-  return start(moe_sum_kernel<Parts>, {dim3(args.tokens, blocks), kSumThreads}, true, stream, args, parts);
+  return start(moe_sum_kernel<Parts, kBeside>, {dim3(args.tokens, blocks), kSumThreads}, true, stream, args, parts);
 }
 
 }  // namespace dsv4

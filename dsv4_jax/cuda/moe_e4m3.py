@@ -9,6 +9,7 @@ experts and their shares alone: not on its neighbours, on their number or on how
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
 from ..formats.activations import ROW_BLOCK
 from ..ops.moe import MoeArguments
@@ -25,7 +26,10 @@ def call(arguments: MoeArguments, shape: int = 0) -> jax.Array:
     Raises:
         ImplementationError: the CUDA library is not there.
     """
-    return launch_experts("moe_e4m3", arguments, workspace_bytes, shape=shape)
+    beside, dtype = arguments.beside, jnp.bfloat16
+    if beside is None:
+        beside, dtype = jnp.zeros((0, arguments.x.shape[1]), jnp.bfloat16), jnp.float32
+    return launch_experts("moe_e4m3", arguments, workspace_bytes, beside, dtype=dtype, shape=shape)
 
 
 IMPLEMENTATION = declare("moe_e4m3", call, supports, "dsv4_moe_e4m3")
