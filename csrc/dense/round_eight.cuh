@@ -1,5 +1,5 @@
-// Eight numbers of a row as e4m3 with a power-of-two scale for every 128 columns (dsv4_jax/formats/activations.py says
-// which): a thread takes eight columns, sixteen threads those that share a scale.
+// Numbers of a row as e4m3 with a power-of-two scale for every 128 columns (dsv4_jax/formats/activations.py says
+// which), by any threads that share a scale; or by sixteen of them, of which each takes eight columns.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -21,6 +21,20 @@ __device__ __forceinline__ uint32_t greater_pair(uint32_t a, uint32_t b) {
   return x;
 }
 
+// The greatest magnitudes so far, with those of another pair.
+__device__ __forceinline__ uint32_t greater_magnitudes(uint32_t most, uint32_t pair) {
+  constexpr uint32_t kMagnitudes = 0x7FFF7FFF;
+  return greater_pair(most, pair & kMagnitudes);
+}
+
+// The exponent of a scale, from the greatest magnitudes of even and of odd numbers that share it.
+__device__ __forceinline__ int round_exponent(uint32_t most) {
+  constexpr uint32_t kUpper = 0xFFFF0000u;
+  constexpr float kMostBf16 = 0x1.FEp127f;  // as which infinity counts
+  const float amax = fmaxf(__uint_as_float(most << 16), __uint_as_float(most & kUpper));
+  return scale_exponent(fminf(fmaxf(amax, kRoundFloor), kMostBf16), kE4m3Limit);
+}
+
 // Two codes of bf16 times `factor`, a power of two; of NaN those of NaN.
 __device__ __forceinline__ uint32_t e4m3_pair(uint32_t pair, float factor) {
   constexpr uint32_t kUpper = 0xFFFF0000u;
@@ -36,15 +50,12 @@ __device__ __forceinline__ uint32_t e4m3_pair(uint32_t pair, float factor) {
 __device__ __forceinline__ int round_eight(uint4 words, uint2& codes) {
   const uint32_t sharers = ((1u << kRoundSharers) - 1) << (threadIdx.x & kRoundSharers);
   const uint32_t pairs[kRoundOwn / 2] = {words.x, words.y, words.z, words.w};
-  constexpr uint32_t kMagnitudes = 0x7FFF7FFF, kUpper = 0xFFFF0000u;
-  constexpr float kMostBf16 = 0x1.FEp127f;  // as which infinity counts
   uint32_t most = 0;
 #pragma unroll
-  for (uint32_t pair : pairs) most = greater_pair(most, pair & kMagnitudes);
+  for (uint32_t pair : pairs) most = greater_magnitudes(most, pair);
 #pragma unroll
   for (int d = kRoundSharers / 2; d > 0; d /= 2) most = greater_pair(most, __shfl_xor_sync(sharers, most, d));
-  const float amax = fmaxf(__uint_as_float(most << 16), __uint_as_float(most & kUpper));
-  const int exponent = scale_exponent(fminf(fmaxf(amax, kRoundFloor), kMostBf16), kE4m3Limit);
+  const int exponent = round_exponent(most);
   const float factor = power_of_two(-exponent);
   codes.x = e4m3_pair(pairs[0], factor) | e4m3_pair(pairs[1], factor) << 16;
   codes.y = e4m3_pair(pairs[2], factor) | e4m3_pair(pairs[3], factor) << 16;

@@ -143,6 +143,10 @@ def output_projection(p: Params, out: jax.Array | RoundedRows, cfg: DSV4Config) 
     groups = cfg.o_groups // split.tensor
     if isinstance(p["wo_a"], Quantised):
         rows = out if isinstance(out, RoundedRows) else out.reshape(out.shape[0], -1)
+        if split.tensor == 1 and rounds_rows(p["wo_a"]) and rounds_rows(p["wo_b"]) and rows.shape[0] <= MAX_ROWS:
+            whole = p["wo_a"].whole_rows
+            latent = ops.dense_e4m3_rounding(rows, *p["wo_a"].parts, groups=groups, whole_rows=whole)
+            return product(latent, p["wo_b"])
         latent = product(rows, p["wo_a"], groups=groups, dtype=jnp.bfloat16)
         return linear(split.all_columns(latent), p["wo_b"])
     assert isinstance(out, jax.Array)

@@ -8,6 +8,8 @@ and other sums: they differ by up to 3e-4 (relative L2), which is what the unit'
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -17,7 +19,7 @@ from .dense_fp8 import DenseFp8Arguments, checked, product
 from .registry import Choice, Implementation, run
 from .rounded_rows import RoundedRows
 
-__all__ = ["IMPLEMENTATION", "dense_e4m3", "reference"]
+__all__ = ["IMPLEMENTATION", "dense_e4m3", "dense_e4m3_rounding", "reference"]
 
 
 def dense_e4m3(
@@ -44,6 +46,30 @@ def dense_e4m3(
         ImplementationError: as every op (`registry.pick`).
     """
     return run("dense_e4m3", checked("dense_e4m3", x, codes, scales, groups, dtype, whole_rows), implementation)
+
+
+def dense_e4m3_rounding(
+    x: jax.Array | RoundedRows,
+    codes: jax.Array,
+    scales: jax.Array,
+    *,
+    groups: int = 1,
+    whole_rows: int | None = None,
+    implementation: Choice = None,
+) -> jax.Array | RoundedRows:
+    """Multiplies for another `dense_e4m3`, with the bits that it makes of this one's bfloat16.
+
+    Args:
+        others: as of `dense_e4m3`.
+
+    Returns:
+        The rows, [T, N] bfloat16 or rounded already.
+
+    Raises:
+        ShapeError, ImplementationError: as `dense_e4m3`.
+    """
+    arguments = checked("dense_e4m3", x, codes, scales, groups, jnp.dtype(jnp.bfloat16), whole_rows)
+    return run("dense_e4m3", dataclasses.replace(arguments, rounds=True), implementation)
 
 
 def reference(arguments: DenseFp8Arguments) -> jax.Array:

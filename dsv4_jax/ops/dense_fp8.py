@@ -20,7 +20,11 @@ __all__ = ["IMPLEMENTATION", "DenseFp8Arguments", "checked", "dense_fp8", "produ
 
 @dataclasses.dataclass(frozen=True)
 class DenseFp8Arguments:
-    """Holds what an implementation of `dense_fp8` or of `dense_e4m3` is given, as in their arguments."""
+    """Holds what an implementation of `dense_fp8` or of `dense_e4m3` is given, as in their arguments.
+
+    `rounds`: products that round rows take the result, which is bfloat16. An implementation of `dense_e4m3` may give it
+    as `RoundedRows`.
+    """
 
     x: jax.Array | RoundedRows
     codes: jax.Array
@@ -28,6 +32,7 @@ class DenseFp8Arguments:
     groups: int
     dtype: jnp.dtype
     whole_rows: int
+    rounds: bool = False
 
     @property
     def empty(self) -> bool:

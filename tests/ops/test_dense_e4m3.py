@@ -10,7 +10,7 @@ import pytest
 
 from dsv4_jax.formats.activations import quantise_rows
 from dsv4_jax.formats.weights.fp8_e4m3 import pack
-from dsv4_jax.ops import dense_e4m3
+from dsv4_jax.ops import dense_e4m3, dense_e4m3_rounding
 from dsv4_jax.ops.rounded_rows import RoundedRows
 
 from ..oracle import dense as oracle
@@ -24,6 +24,7 @@ MATRICES = {
     "groups": (640, 512, 5),
     "two_parts": (128, 1024, 1),
     "four_parts": (192, 2048, 1),
+    "wide": (512, 256, 2),
 }
 
 
@@ -67,6 +68,22 @@ class DenseE4m3Test(DenseTest):
         got, want = self.run(rounded, *weights, groups=5), self.run(x, *weights, groups=5)
         np.testing.assert_array_equal(got, want)
         assert np.isnan(got[0, : got.shape[1] // 5]).all() and not np.isnan(got[1:]).any()
+
+    @pytest.mark.parametrize("rows", [3, 700])
+    @pytest.mark.parametrize("name", ["groups", "two_parts", "four_parts", "wide"])
+    def test_rounds_for_the_next_product(self, name: str, rows: int) -> None:
+        x, *weights = self.case(name, rows)
+        x[1, 5] = np.nan
+        groups = MATRICES[name][2]
+        made = dense_e4m3_rounding(x, *pack(*weights), groups=groups, implementation=self.implementation)
+        plain = jnp.asarray(self.run(x, *weights, groups=groups, dtype=jnp.bfloat16))
+        if plain.shape[1] % (groups * 128) or rows < 512 or self.implementation == "xla":
+            np.testing.assert_array_equal(made.astype(np.float32), plain.astype(np.float32))
+            return
+        assert isinstance(made, RoundedRows)
+        want = RoundedRows.of(plain)
+        np.testing.assert_array_equal(made.codes, want.codes)
+        np.testing.assert_array_equal(made.scales, want.scales)
 
     def rounding(self, x: np.ndarray, codes: np.ndarray, scales: np.ndarray, groups: int = 1) -> float:
         """Compares a product with float64 of the same codes. Returns what rounding the rows costs of it."""
