@@ -17,15 +17,15 @@ struct RoundRowsArgs {
 constexpr int kRoundThreads = 128;
 constexpr int kRoundRows = 4;  // of a thread
 
-// Each source that launches it has its own. Grid: rows in fours up to the pitch, columns in 1,024s. A thread has its
-// columns of four rows, asked for together.
+// Each source that launches it has its own. Grid: columns in 1,024s, so that blocks side by side read rows on; rows in
+// fours up to the pitch. A thread has its columns of four rows, asked for together.
 static __global__ void __launch_bounds__(kRoundThreads) round_rows_kernel(const __grid_constant__ RoundRowsArgs args) {
   let_next_start();
   wait_for_previous();
-  const int column = (blockIdx.y * kRoundThreads + threadIdx.x) * kRoundOwn;
+  const int column = (blockIdx.x * kRoundThreads + threadIdx.x) * kRoundOwn;
   if (column >= args.columns) return;  // whole groups of 16 threads: columns are in 128s
   const bool first = within<kRoundSharers>(threadIdx.x) == 0;
-  const int row = blockIdx.x * kRoundRows;
+  const int row = blockIdx.y * kRoundRows;
   uint4 words[kRoundRows] = {};
 #pragma unroll
   for (int r = 0; r < kRoundRows; ++r) {
@@ -49,7 +49,7 @@ static __global__ void __launch_bounds__(kRoundThreads) round_rows_kernel(const 
 
 static inline cudaError_t round_rows(const RoundRowsArgs& args, cudaStream_t stream) {
   constexpr int kBlock = kRoundThreads * kRoundOwn;
-  const dim3 grid((args.pitch + kRoundRows - 1) / kRoundRows, (args.columns + kBlock - 1) / kBlock);
+  const dim3 grid((args.columns + kBlock - 1) / kBlock, (args.pitch + kRoundRows - 1) / kRoundRows);
   return start(round_rows_kernel, {grid, kRoundThreads}, follows, stream, args);
 }
 

@@ -28,8 +28,8 @@ cudaError_t launch_e4m3_with(const MoeArgs& args, cudaStream_t stream) {
             stream, args, work, Shape::kRows);
   if (error != cudaSuccess) return error;
   const auto list = [&](auto kernel, int tokens) {
-    const dim3 grid((args.tokens + tokens - 1) / tokens,
-                    (args.hidden + kListedThreads * kRoundOwn - 1) / (kListedThreads * kRoundOwn));
+    const dim3 grid((args.hidden + kListedThreads * kRoundOwn - 1) / (kListedThreads * kRoundOwn),
+                    (args.tokens + tokens - 1) / tokens);
     return start(kernel, {grid, kListedThreads}, true, stream, args, work);
   };
   error = args.tokens <= kListedFew ? list(moe_e4m3_rows_kernel<1>, 1)

@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(kListedThreads)
     moe_e4m3_rows_kernel(const __grid_constant__ MoeArgs args, const __grid_constant__ MoeE4m3Work work) {
   static_assert(kMaxTop <= kRoundSharers, "a lane for each place of a token");
   let_next_start();
-  const int column = (blockIdx.y * kListedThreads + threadIdx.x) * kRoundOwn, token = blockIdx.x * kTokens;
+  const int column = (blockIdx.x * kListedThreads + threadIdx.x) * kRoundOwn, token = blockIdx.y * kTokens;
   if (column >= args.hidden) return;  // whole warps: columns are in 256s
   const int own = within<kRoundSharers>(threadIdx.x);
   uint4 words[kTokens] = {};
