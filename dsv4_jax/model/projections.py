@@ -18,7 +18,7 @@ from .weights.stacking import Stacked, matrices_of
 
 __all__ = ["products"]
 
-TAKEN_ROUNDED = ("wq_b", "gate")  # first matrices of stacks whose products' readers take bfloat16 as it is
+TAKEN_ROUNDED = ("wq_a", "wq_b", "gate")  # first matrices of stacks whose products' readers take bfloat16 as it is
 
 
 def products(p: Params, group: str, x: jax.Array) -> Mapping[str, Values]:
