@@ -94,8 +94,7 @@ __global__ void __launch_bounds__(kPlaceThreads)
   constexpr int kExpertBit = 16, kVector = 4;
   extern __shared__ uint32_t named[];  // of the block's pairs: the expert, and how many of the warp have it before
   __shared__ uint16_t counts[kPlaceWarps][kMaxExperts];  // of a warp's pairs; then of those of the warps before it
-  __shared__ alignas(kChunkBytes) int totals[kMaxExperts];
-  __shared__ int count[kMaxExperts], first[kMaxExperts];
+  __shared__ alignas(kChunkBytes) int totals[kMaxExperts], count[kMaxExperts], first[kMaxExperts];
   wait_for_previous();
   let_next_start();  // not before: the next kernel reads the tokens' rows at once
   const int pairs = args.tokens * args.top, blocks = gridDim.x, rank = blockIdx.x;

@@ -325,7 +325,7 @@ __global__ void __launch_bounds__(kSumThreads)
     auto from = reinterpret_cast<uintptr_t>(parts + row * args.top + column);
     made(from);
     [[maybe_unused]] typename Parts::Words beside;
-    if constexpr (kBeside) beside = __ldg(reinterpret_cast<const typename Parts::Words*>(args.beside + row + column));
+    if constexpr (kBeside) beside = *reinterpret_cast<const typename Parts::Words*>(args.beside + row + column);
     SumTree<kOwn> sums;
     for (int start = 0; start < order.count; start += kSumAhead) {
       typename Parts::Words words[kSumAhead];
