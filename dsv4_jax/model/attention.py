@@ -16,6 +16,7 @@ from ..config import AttentionType, DSV4Config
 from ..errors import LayoutError
 from ..layout import CacheLayout
 from ..ops.columns import Values
+from ..ops.dense_e4m3 import dense_e4m3_rounding
 from ..ops.epilogue import Epilogue
 from ..ops.numerics import rope_frequencies
 from ..ops.rounded_rows import RoundedRows
@@ -145,7 +146,7 @@ def output_projection(p: Params, out: jax.Array | RoundedRows, cfg: DSV4Config) 
         rows = out if isinstance(out, RoundedRows) else out.reshape(out.shape[0], -1)
         if split.tensor == 1 and rounds_rows(p["wo_a"]) and rounds_rows(p["wo_b"]) and rows.shape[0] <= MAX_ROWS:
             whole = p["wo_a"].whole_rows
-            latent = ops.dense_e4m3_rounding(rows, *p["wo_a"].parts, groups=groups, whole_rows=whole)
+            latent = dense_e4m3_rounding(rows, *p["wo_a"].parts, groups=groups, whole_rows=whole)
             return product(latent, p["wo_b"])
         latent = product(rows, p["wo_a"], groups=groups, dtype=jnp.bfloat16)
         return linear(split.all_columns(latent), p["wo_b"])

@@ -17,7 +17,7 @@ from .attend import attend
 from .columns import Columns
 from .compress import CompressorGeometry, CompressorInputs, compress_csa, compress_hca
 from .dense_bf16 import dense_bf16
-from .dense_e4m3 import dense_e4m3, dense_e4m3_rounding
+from .dense_e4m3 import dense_e4m3
 from .dense_fp8 import dense_fp8
 from .entry_rows import entry_rows
 from .epilogue import Epilogue
@@ -51,7 +51,6 @@ __all__ = [
     "compress_hca",
     "dense_bf16",
     "dense_e4m3",
-    "dense_e4m3_rounding",
     "dense_fp8",
     "entry_rows",
     "finish_queries",

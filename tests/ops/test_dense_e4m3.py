@@ -10,7 +10,8 @@ import pytest
 
 from dsv4_jax.formats.activations import quantise_rows
 from dsv4_jax.formats.weights.fp8_e4m3 import pack
-from dsv4_jax.ops import dense_e4m3, dense_e4m3_rounding
+from dsv4_jax.ops import dense_e4m3
+from dsv4_jax.ops.dense_e4m3 import dense_e4m3_rounding
 from dsv4_jax.ops.rounded_rows import RoundedRows
 
 from ..oracle import dense as oracle
