@@ -22,9 +22,9 @@ cudaError_t launch_e4m3_with(const MoeArgs& args, cudaStream_t stream) {
   const MoeE4m3Work work = moe_e4m3_work(args, nullptr);
   const bool one = pairs <= kPlacePairs;  // block that places them
   const int blocks = one ? 1 : kMaxCluster, warps = one ? (pairs + kLanes - 1) / kLanes : kPlaceWarps;
-  const int named = warps * place_run(pairs, blocks * warps) * static_cast<int>(sizeof(uint32_t));
   cudaError_t error =
-      start(moe_e4m3_places_kernel, {dim3(blocks), warps * kLanes, named, static_cast<unsigned>(blocks)}, follows,
+      start(moe_e4m3_places_kernel,
+            {dim3(blocks), warps * kLanes, place_bytes(pairs, blocks, warps), static_cast<unsigned>(blocks)}, follows,
             stream, args, work, Shape::kRows);
   if (error != cudaSuccess) return error;
   const auto list = [&](auto kernel, int tokens) {

@@ -85,6 +85,13 @@ __host__ __device__ constexpr int place_run(int pairs, int warps) {
   return (pairs + warps * kLanes - 1) / (warps * kLanes) * kLanes;
 }
 
+struct PlaceCounts {
+  uint16_t of[kMaxExperts];
+};
+inline int place_bytes(int pairs, int blocks, int warps) {
+  return warps * static_cast<int>(sizeof(PlaceCounts) + place_run(pairs, blocks * warps) * sizeof(uint32_t));
+}
+
 // Gives every pair its row: a pair comes behind those of its expert that come before it. A block, or a cluster of
 // eight, of whose warps each has a run of the pairs, which it alone counts; only experts' counts are exchanged.
 __global__ void __launch_bounds__(kPlaceThreads)
@@ -92,8 +99,7 @@ __global__ void __launch_bounds__(kPlaceThreads)
                            int tile_rows) {
   constexpr uint32_t kNone = ~0u;
   constexpr int kExpertBit = 16, kVector = 4;
-  extern __shared__ uint32_t named[];  // of the block's pairs: the expert, and how many of the warp have it before
-  __shared__ uint16_t counts[kPlaceWarps][kMaxExperts];  // of a warp's pairs; then of those of the warps before it
+  extern __shared__ PlaceCounts counts[];  // of a warp's pairs; then of those of the warps before it
   __shared__ alignas(kChunkBytes) int totals[kMaxExperts], count[kMaxExperts], first[kMaxExperts];
   wait_for_previous();
   let_next_start();  // not before: the next kernel reads the tokens' rows at once
@@ -101,14 +107,16 @@ __global__ void __launch_bounds__(kPlaceThreads)
   const int lane = lane_of(threadIdx.x), warp = warp_of(threadIdx.x), warps = warp_of(blockDim.x);
   const int run = place_run(pairs, blocks * warps), own = warp * run;
   const int from = rank * warps * run + own, to = min(from + run, pairs);
-  for (int e = lane; e < args.experts; e += kLanes) counts[warp][e] = 0;
+  // Of the block's pairs: the expert, and how many of the warp have it before.
+  auto* const named = reinterpret_cast<uint32_t*>(counts + warps);
+  for (int e = lane; e < args.experts; e += kLanes) counts[warp].of[e] = 0;
   __syncwarp();
   for (int i = lane; from + i - lane < to; i += kLanes) {
     const int expert = from + i < to ? expert_of(args, from + i) : -1;
     const uint32_t same = __match_any_sync(kAllLanes, expert), before = same & ((1u << lane) - 1);
-    const uint32_t counted = expert >= 0 ? counts[warp][expert] : 0;
+    const uint32_t counted = expert >= 0 ? counts[warp].of[expert] : 0;
     __syncwarp();
-    if (expert >= 0 && before == 0) counts[warp][expert] = static_cast<uint16_t>(counted + __popc(same));
+    if (expert >= 0 && before == 0) counts[warp].of[expert] = static_cast<uint16_t>(counted + __popc(same));
     __syncwarp();
     named[own + i] = expert < 0 ? kNone : expert << kExpertBit | (counted + __popc(before));
   }
@@ -117,8 +125,8 @@ __global__ void __launch_bounds__(kPlaceThreads)
     int sum = 0;
 #pragma unroll 8
     for (int w = 0; w < warps; ++w) {
-      const int more = counts[w][e];
-      counts[w][e] = static_cast<uint16_t>(sum);
+      const int more = counts[w].of[e];
+      counts[w].of[e] = static_cast<uint16_t>(sum);
       sum += more;
     }
     totals[e] = sum;
@@ -153,7 +161,7 @@ __global__ void __launch_bounds__(kPlaceThreads)
     const int pair = from + i, expert = of_pair >> kExpertBit;
     int place = -1;
     if (of_pair != kNone) {
-      place = first[expert] + counts[warp][expert] + static_cast<int>(of_pair & ((1u << kExpertBit) - 1));
+      place = first[expert] + counts[warp].of[expert] + static_cast<int>(of_pair & ((1u << kExpertBit) - 1));
       work.pairs[place] = pair, work.shares[place] = share_of(args, pair);
     }
     work.places[pair] = place;
