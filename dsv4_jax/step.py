@@ -35,6 +35,7 @@ from .ops.pool_axis import PoolAxis
 from .ops.queries import QueriesArguments
 from .ops.registry import Choice, offered, run
 from .ops.residual import carry_residual, last_residual
+from .ops.rounded_rows import RoundedRows
 from .ops.top_k import TopKArguments
 from .plan import StepPlan
 from .schema import LayerCacheSchema, PoolSchema
@@ -486,6 +487,38 @@ class LayerCacheHandle(Generic[Cache]):
         Returns:
             (out [T, heads, head_dim] of `dtype`, lse [T, heads] float32 without the sink).
         """
+        return self._attend(queries, sink, selected, scale, inverse_rope, dtype, rounds=False)
+
+    def attend_rounding(
+        self,
+        queries: jax.Array,
+        sink: jax.Array,
+        selected: tuple[jax.Array, jax.Array] | None = None,
+        *,
+        inverse_rope: jax.Array,
+    ) -> jax.Array | RoundedRows:
+        """Attends for products that round rows (`ops.dense_e4m3`), with the bits that they make of `attend`'s output.
+
+        Args:
+            queries, sink, selected, inverse_rope: as of `attend`.
+
+        Returns:
+            The output's rows, [T, heads * head_dim] bfloat16 or rounded already.
+        """
+        out, _ = self._attend(queries, sink, selected, None, inverse_rope, jnp.bfloat16, rounds=True)
+        return out if isinstance(out, RoundedRows) else out.reshape(out.shape[0], -1)
+
+    def _attend(
+        self,
+        queries: jax.Array,
+        sink: jax.Array,
+        selected: tuple[jax.Array, jax.Array] | None,
+        scale: float | None,
+        inverse_rope: jax.Array | None,
+        dtype: DTypeLike,
+        *,
+        rounds: bool,
+    ) -> tuple[Any, jax.Array]:
         window, schema, check = self._window(), self.schema, self._check
         queries = check.array("queries", queries, "float", "T", "heads", schema.entry_head_dim)
         sink = check.array("sink", sink, "float32", "heads")
@@ -532,6 +565,7 @@ class LayerCacheHandle(Generic[Cache]):
                 key_split=key_split,
                 heads=heads,
                 shared=shared,
+                rounds=rounds,
             )
             return run("attend", arguments, self.implementation)
         slots = jnp.asarray(self.plan.token_slot)

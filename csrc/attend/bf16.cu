@@ -30,9 +30,11 @@ cudaError_t launch(const AttendRowsArgs& args, int blocks, int splits, Cut cut, 
   if (error == cudaSuccess) error = pool(a.entries, maps.entries);
   if (error != cudaSuccess) return error;
   const dim3 grid(std::min(blocks, work.units));
-  return start(attend_rows_kernel, {grid, kRowsThreads, sizeof(RowsShared)}, follows, stream, args, maps, work);
+  return start(args.scales != nullptr ? attend_rows_kernel<true> : attend_rows_kernel<false>,
+               {grid, kRowsThreads, sizeof(RowsShared)}, follows, stream, args, maps, work);
 }
 
+using Scales = ffi::Buffer<ffi::F32, 2>;
 using Pool = ffi::AnyBuffer;  // [rows, 512] of bf16, or their bits
 
 Rows rows_of(const Pool& pool) {
@@ -41,19 +43,24 @@ Rows rows_of(const Pool& pool) {
 
 ffi::Error attend_rows(cudaStream_t stream, Queries queries, Sink sink, Pool window, Ids window_ids,
                        Flags window_visible, Pool entries, Ids entry_ids, Counts entry_count, Angles cosine,
-                       Angles sine, Out out, Lse lse, SumsResult sums, float scale, int32_t splits, int32_t most,
-                       int32_t least) {
+                       Angles sine, Out out, Lse lse, SumsResult sums, ffi::Result<Scales> scales, float scale,
+                       int32_t splits, int32_t most, int32_t least) {
   AttendRowsArgs args = {};
   const Cut cut = {most, least};
   ffi::Error error = read_attend(
       "attend_rows", {queries, sink, window_ids, window_visible, entry_ids, entry_count, cosine, sine, out, lse, sums},
       scale, splits, cut, args.attend);
   const int64_t blocks = sums->dimensions()[0];
+  const bool rounded = out->element_type() == ffi::U8;
+  constexpr int64_t kPitchStep = 4;
+  const int64_t pitch = (int64_t{args.attend.tokens} + kPitchStep - 1) / kPitchStep * kPitchStep;
   if (error.success())
     error = check("attend_rows",
                   {{"window", window, {kAny, kDim}, kVectors, {ffi::BF16, ffi::U16}},
                    {"entries", entries, {kAny, kDim}, kVectors, {ffi::BF16, ffi::U16}},
-                   {"sums", *sums, {blocks, splits - 1, kSplitBytes / static_cast<int64_t>(sizeof(uint32_t))}}},
+                   {"out", *out, {kAny, kAny, kDim}, kVectors, {ffi::BF16, ffi::F32, ffi::U8}},
+                   {"sums", *sums, {blocks, splits - 1, kSplitBytes / static_cast<int64_t>(sizeof(uint32_t))}},
+                   {"scales", *scales, {rounded ? args.attend.heads * (kDim / kRoundGroup) : 0, pitch}, kElements}},
                   {{blocks >= 1, "sums must have room for a block"}});
   if (error.success())
     error = check("attend_rows", {},
@@ -62,6 +69,8 @@ ffi::Error attend_rows(cudaStream_t stream, Queries queries, Sink sink, Pool win
   args.attend.window = rows_of(window);
   args.attend.entries = rows_of(entries);
   args.sums = reinterpret_cast<uint4*>(sums->untyped_data());
+  args.scales = rounded ? scales->typed_data() : nullptr;
+  args.pitch = static_cast<int>(pitch);
   return launched("attend_rows", launch(args, static_cast<int>(blocks), splits, cut, stream));
 }
 
@@ -82,6 +91,7 @@ DSV4_HANDLER(attend_rows, dsv4_attend_rows, attend_rows,
                  .Ret<ffi::AnyBuffer>()
                  .Ret<LseBuffer>()
                  .Ret<SumsBuffer>()
+                 .Ret<Scales>()
                  .Attr<float>("scale")
                  .Attr<int32_t>("splits")
                  .Attr<int32_t>("most")

@@ -29,7 +29,9 @@ constexpr int kRowsInFlight = 4;                             // of a warp, where
 
 struct AttendRowsArgs {
   AttendArgs attend;  // `nope` of its Rows is [rows, 512] bf16, the others are not there
-  uint4* sums;  // [blocks][splits - 1][kHeads][kLanes] twice, a half each: of the splits of a token before its last
+  uint4* sums;    // [blocks][splits - 1][kHeads][kLanes] twice, a half each: of the splits of a token before its last
+  float* scales;  // [heads * 4, pitch] if the output is e4m3 (dense/round_rows.cuh), else null
+  int pitch;
 };
 
 // What the copy engine reads, in boxes of 64 columns and 16 rows.

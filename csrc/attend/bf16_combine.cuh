@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attend/bf16_block.cuh"
+#include "dense/round_eight.cuh"
 
 namespace dsv4 {
 
@@ -102,8 +103,26 @@ __device__ __forceinline__ void weigh_splits(const AttendArgs& args, RowsShared&
   if (sub == 0 && h < args.heads) store_lse(args, u.token, h, top, all);
 }
 
+// Eight adjacent dims of a head's output, rounded to bf16 and then to e4m3: half a warp has 128.
+__device__ __forceinline__ void store_rounded(const AttendRowsArgs& args, int token, int head, int column,
+                                              const float (&x)[kChunk]) {
+  static_assert(kChunk == kRoundOwn && kDim % kRoundGroup == 0);
+  const int64_t row = static_cast<int64_t>(token) * args.attend.heads + head;
+  uint2 codes;
+  const int exponent = round_eight({pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7])}, codes);
+  *reinterpret_cast<uint2*>(static_cast<uint8_t*>(args.attend.out) + row * kDim + column) = codes;
+  if (within<kRoundSharers>(threadIdx.x) != 0) return;
+  float* const scale =
+      args.scales + static_cast<int64_t>(head * (kDim / kRoundGroup) + over<kRoundGroup>(column)) * args.pitch + token;
+  *scale = power_of_two(exponent);
+  if (token + 1 == args.attend.tokens) {
+    for (int more = 1; token + more < args.pitch; ++more) scale[more] = 0.f;
+  }
+}
+
 // Adds up the splits of a token in order, with the sink, and writes the output: a warp its 16 rows, a lane eight
 // columns of each. All consumers call it; `last_split`: the warp's part of the last split, in shared memory.
+template <bool kRounded>
 __device__ __forceinline__ void combine_rows(const AttendRowsArgs& args, RowsShared& s, uint32_t last_split,
                                              const RowsUnit& u, int splits, int group, int warp, int lane, int thread) {
   const AttendArgs& a = args.attend;
@@ -156,7 +175,11 @@ __device__ __forceinline__ void combine_rows(const AttendRowsArgs& args, RowsSha
       }
       const int h = u.head + own + i;
       if (h >= a.heads) continue;
-      store_chunk(a, (static_cast<int64_t>(u.token) * a.heads + h) * kDim + column, y);
+      if constexpr (kRounded) {
+        store_rounded(args, u.token, h, column, y);
+      } else {
+        store_chunk(a, (static_cast<int64_t>(u.token) * a.heads + h) * kDim + column, y);
+      }
     }
   }
   fence_for_mma();  // and for copies into the place

@@ -150,6 +150,7 @@ __device__ __forceinline__ void weigh_all(const AttendRowsArgs& args, const Rows
 }
 
 // Warpgroups 0 and 1: the sums of 256 columns each.
+template <bool kRounded>
 __device__ __forceinline__ void sum_all(const AttendRowsArgs& args, const RowsWork& work, RowsShared& s, int group,
                                         int warp, int thread) {
   const int lane = lane_of(thread), row = accumulator_row(warp, lane);
@@ -191,7 +192,7 @@ __device__ __forceinline__ void sum_all(const AttendRowsArgs& args, const RowsWo
       if (run + 1 < u.runs) {
         store_split(args, units, run, work.splits, group, warp, lane);
       } else {
-        combine_rows(args, s, units, u, work.splits, group, warp, lane, thread);
+        combine_rows<kRounded>(args, s, units, u, work.splits, group, warp, lane, thread);
       }
       __syncwarp();
       if (lane == 0) barrier_arrive(shared_address(&s.empty[place.index]));
@@ -200,6 +201,8 @@ __device__ __forceinline__ void sum_all(const AttendRowsArgs& args, const RowsWo
   }
 }
 
+// `kRounded`: the output is e4m3.
+template <bool kRounded>
 __global__ void __launch_bounds__(kRowsThreads, 1)
     attend_rows_kernel(const __grid_constant__ AttendRowsArgs args, const __grid_constant__ RowsMaps maps,
                        const RowsWork work) {
@@ -227,7 +230,7 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
     weigh_all(args, work, s, warp, lane);
   } else {
     take_registers<kSumRegisters>();
-    sum_all(args, work, s, group, warp, thread);
+    sum_all<kRounded>(args, work, s, group, warp, thread);
   }
 }
 

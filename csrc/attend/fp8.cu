@@ -66,7 +66,7 @@ ffi::Error attend(cudaStream_t stream, Queries queries, Sink sink, Bytes window_
   const int64_t units = int64_t{args.tokens} * ((args.heads + kHeads - 1) / kHeads);
   if (blocks == 8 && splits > 1) error = check("attend", {{"sums", *sums, {units, splits, kSplitWords}}});
   if (error.success())
-    error = check("attend", {},
+    error = check("attend", {{"out", *out, {kAny, kAny, kDim}, kVectors, {ffi::BF16, ffi::F32}}},
                   {{blocks == 1 || blocks == 8 || (blocks == 4 && splits == 2),
                     "a split has one block or eight, or each of two splits four"},
                    {blocks == 1 || units <= kMaxUnits, "too many tokens for several blocks a split"}});

@@ -32,7 +32,7 @@ struct AttendOperands {
   SumsResult& sums;
 };
 
-// Checks what is no row and fills `args` but for the rows.
+// Checks what is no row, but for the output's element type, and fills `args` but for the rows.
 inline xla::ffi::Error read_attend(const char* target, const AttendOperands& of, float scale, int32_t splits, Cut cut,
                                    AttendArgs& args) {
   const auto q = of.queries.dimensions();
@@ -63,7 +63,7 @@ inline xla::ffi::Error read_attend(const char* target, const AttendOperands& of,
                 {"entry_count", of.entry_count, {tokens}, kElements},
                 {"cosine", of.cosine, {angles, angles != 0 ? kRopePairs : kAny}},
                 {"sine", of.sine, {angles, angles != 0 ? kRopePairs : kAny}},
-                {"out", *of.out, {tokens, heads, kDim}, kVectors, {xla::ffi::BF16, xla::ffi::F32}},
+                {"out", *of.out, {tokens, heads, kDim}},
                 {"lse", *of.lse, {tokens, heads}, kElements},
                 {"sums", *of.sums, {kAny, kAny, kAny}}},
                {{splits >= 1 && splits <= kMaxCluster, "splits must be 1 to 8"},

@@ -57,7 +57,7 @@ class Operand {
   const char* name() const { return name_; }
 
  private:
-  static constexpr size_t kMaxAxes = 4, kMaxTypes = 2;
+  static constexpr size_t kMaxAxes = 4, kMaxTypes = 3;
   template <typename Lengths>
   static std::string spelled(Lengths lengths, size_t axes) {
     std::string text;

@@ -36,13 +36,13 @@ class Operands {
   const int32_t* ids(int64_t length = -1) { return next<int32_t>(xla::ffi::S32, length, length); }
   // Columns `start` .. `start + width - 1` of the next operand, float32 rows `stride` apart: fit for loads of 16 bytes.
   const float* columns(int64_t start, int64_t width, int* stride, int64_t rows = -1) {
-    const auto* matrix = next<float>(xla::ffi::F32, -1, rows);
-    if (matrix == nullptr) return nullptr;
-    *stride = static_cast<int>(width_);
-    constexpr int kStep = 4;  // floats of a load
-    if (start < 0 || start + width > width_ || start % kStep != 0 || width_ % kStep != 0)
-      return static_cast<float*>(fail());
-    return matrix + start;
+    return static_cast<const float*>(columns_of(xla::ffi::F32, start, width, stride, rows));
+  }
+  // The same of a matrix that may be bf16; `bf16` says whether it is.
+  const void* columns(int64_t start, int64_t width, int* stride, bool* bf16) {
+    const auto buffer = args_.get<xla::ffi::AnyBuffer>(index_);
+    *bf16 = buffer.has_value() && buffer->element_type() == xla::ffi::BF16;
+    return columns_of(*bf16 ? xla::ffi::BF16 : xla::ffi::F32, start, width, stride, -1);
   }
   int64_t rows() const { return rows_; }  // of the operand read last
   int64_t width() const { return width_; }
@@ -57,6 +57,14 @@ class Operands {
   }
 
  private:
+  const void* columns_of(xla::ffi::DataType type, int64_t start, int64_t width, int* stride, int64_t rows) {
+    const auto* matrix = next<uint8_t>(type, -1, rows);
+    if (matrix == nullptr) return nullptr;
+    *stride = static_cast<int>(width_);
+    const int64_t size = type == xla::ffi::BF16 ? sizeof(uint16_t) : sizeof(float), step = kAlignment / size;
+    if (start < 0 || start + width > width_ || start % step != 0 || width_ % step != 0) return fail();
+    return matrix + start * size;
+  }
   void* fail() {
     if (wrong_ < 0) wrong_ = static_cast<int>(index_) - 1;
     return nullptr;

@@ -32,11 +32,12 @@ struct E4m3Args {
   const float* row_scales;  // [groups * columns / 128, pitch]: of 128 columns, of each row
   const uint8_t* weights;   // [weight_rows / 64, columns / 128, 8192]: tiles of 64 rows, swizzled
   const uint8_t* scales;    // [ceil(weight_rows / 128), columns / 128], ue8m0
-  void* out;                // [rows, weight_rows]
+  void* out;                // [rows, weight_rows] bf16, or as one of the next two says
   int rows, pitch;          // pitch: rows, rounded up to whole 16 bytes of scales
   int weight_rows, columns;
   int groups;     // of the weights' rows, equally many each: group g takes columns g * columns .. of the rows
-  int float_out;  // float32, else bf16
+  int float_out;  // float32
+  float* out_scales = nullptr;  // [weight_rows / 128, pitch] of e4m3 (dense/round_eight.cuh); null: it is not
 };
 
 // Parts of K: as many as give 96 blocks of 64 rows, at most four, of 512 columns or more.

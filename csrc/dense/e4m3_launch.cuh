@@ -72,6 +72,7 @@ cudaError_t launch_e4m3_parts(const E4m3Args& args, const CUtensorMap& map, int 
 template <typename Shape>
 cudaError_t launch_e4m3_few(const E4m3Args& args, const uint8_t* x, int parts, const E4m3Choice& choice,
                             cudaStream_t stream) {
+  if (args.out_scales != nullptr) return cudaErrorInvalidValue;
   if (args.weight_rows / args.groups % Shape::kTileRows != 0 ||
       args.columns % (parts * Shape::kRun * kE4m3Columns) != 0)
     return cudaErrorInvalidValue;
@@ -100,8 +101,12 @@ cudaError_t launch_e4m3_many(const E4m3Args& args, const uint8_t* x, int parts, 
   E4m3ManyMaps maps = {};
   const size_t width = static_cast<size_t>(args.groups) * args.columns / 2;
   cudaError_t error = map_matrix(x, args.rows, width, Shape::kTokens, 1, &maps.rows);
-  if (error == cudaSuccess && !args.float_out)
-    error = map_matrices(args.out, 2, 1, args.rows, args.weight_rows, kE4m3Rows, &maps.out);
+  const bool rounded = args.out_scales != nullptr;
+  if (rounded && (Shape::kSplit > 1 || Shape::kN != kRoundGroup)) return cudaErrorInvalidValue;
+  if (error == cudaSuccess && !args.float_out) {
+    const int out_columns = rounded ? args.weight_rows / 2 : args.weight_rows;
+    error = map_matrices(args.out, 2, 1, args.rows, out_columns, kE4m3Rows, &maps.out);
+  }
   if (error != cudaSuccess) return error;
   constexpr int kBand = 16, kPair = Shape::kTokens * Shape::kShare;
   const int pairs = (args.rows + kPair - 1) / kPair;
@@ -122,7 +127,8 @@ inline int choose_e4m3(const E4m3Args& args, int parts) {
   // Of twice as many rows blocks of the widest of them still run all at once.
   const int row_tiles = (args.rows + kFew - 1) / kFew, few_blocks = row_tiles * parts * (args.weight_rows / kE4m3Rows);
   const bool at_once = row_tiles == 2 && few_blocks <= kBlocks * multiprocessors();
-  if (row_tiles == 1 || at_once || group_rows % kTile != 0) {
+  const bool rounded = args.out_scales != nullptr;  // which few rows' shapes, and parts that blocks share, have not
+  if (!rounded && (row_tiles == 1 || at_once || group_rows % kTile != 0)) {
     if (args.rows > kFewest) return kE4m3FewShapes - 1;
     int kind = blocks % 2 == 0 ? 2 : 1;
     for (const int most : {8, 16, 32}) {
@@ -134,7 +140,7 @@ inline int choose_e4m3(const E4m3Args& args, int parts) {
   // parts.
   constexpr int kSquare = 2, kWide = 4, kParked = 8, kSplitTwo = 10, kSplitFour = 12;
   const int tiles = (args.rows + kTile - 1) / kTile * (args.weight_rows / kTile);
-  const bool enough = 2 * tiles > multiprocessors();
+  const bool enough = rounded || 2 * tiles > multiprocessors();
   int kind = enough ? kParked : parts == 2 ? kSplitTwo : kSplitFour;
   if (parts == 1) kind = enough && group_rows % (2 * kTile) == 0 ? kWide : kSquare;
   return kE4m3FewShapes + kind;

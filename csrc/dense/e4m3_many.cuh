@@ -10,7 +10,9 @@
 //   kParked a block takes all parts one after the other and keeps the sum of those before
 #pragma once
 
+#include "common/row_math.cuh"
 #include "dense/e4m3.cuh"
+#include "dense/round_eight.cuh"
 
 namespace dsv4 {
 
@@ -53,7 +55,7 @@ struct E4m3ManyStage {
 };
 
 struct E4m3ManyMaps {
-  CUtensorMap rows, out;  // out: of bf16 only
+  CUtensorMap rows, out;  // out: of bf16, or of pairs of e4m3
 };
 
 // How the tiles are cut: `pairs` of `kShare` tiles of rows each, `band` pairs side by side for all weights.
@@ -142,6 +144,52 @@ __device__ __forceinline__ void add_scaled_rows(float (&total)[kCount], const fl
   }
 }
 
+// A warpgroup's results of 64 rows by 128 of the weights' rows, rounded to bf16 and then to e4m3: four lanes have those
+// of a row, which share a scale.
+template <int kSums>
+__device__ __forceinline__ void store_rounded_product(const E4m3Args& args, const CUtensorMap& map,
+                                                      const float (&d)[kSums], uint32_t box, int first_row,
+                                                      int first_column, int warpgroup, int thread) {
+  constexpr int kCells = kRoundGroup / kCellColumns, kHalves = 2;  // rows eight apart
+  static_assert(kSums == kCells * kCell && kRoundGroup == kE4m3Columns, "a block of 128 columns");
+  const int lane = lane_of(thread), own_row = accumulator_row(warp_of(thread), lane);
+  uint32_t most[kHalves] = {};
+#pragma unroll
+  for (int j = 0; j < kCells; ++j) {
+#pragma unroll
+    for (int h = 0; h < kHalves; ++h)
+      most[h] = greater_magnitudes(most[h], bf16_pair(d[kCell * j + 2 * h], d[kCell * j + 2 * h + 1]));
+  }
+  if (thread == 0) store_wait_read();
+  named_sync(2 + warpgroup, kWarpgroup);  // the box is free
+#pragma unroll
+  for (int h = 0; h < kHalves; ++h) {
+#pragma unroll
+    for (int step = 1; step < kQuad; step *= 2)
+      most[h] = greater_pair(most[h], __shfl_xor_sync(kAllLanes, most[h], step));
+    const int exponent = round_exponent(most[h]), row = own_row + kLowerRow * h;
+    const float factor = power_of_two(-exponent);
+    const uint32_t to = box + row * kRowBytes + 2 * quad_lane(lane);
+#pragma unroll
+    for (int j = 0; j < kCells; ++j) {
+      const uint32_t codes = e4m3_pair(bf16_pair(d[kCell * j + 2 * h], d[kCell * j + 2 * h + 1]), factor);
+      asm volatile("st.shared.b16 [%0], %1;" ::"r"(to + swizzled(j / 2, row) + j % 2 * kCellColumns),
+                   "h"(static_cast<uint16_t>(codes))
+                   : "memory");
+    }
+    const int at = first_row + row;
+    if (quad_lane(lane) == 0 && at < args.pitch)
+      args.out_scales[static_cast<size_t>(first_column / kRoundGroup) * args.pitch + at] =
+          at < args.rows ? power_of_two(exponent) : 0.f;
+  }
+  fence_for_mma();
+  named_sync(2 + warpgroup, kWarpgroup);
+  if (thread == 0) {
+    store_box(map, box, first_column / 2, first_row);
+    store_commit();
+  }
+}
+
 // A warpgroup's results of 64 rows by kN of the weights' rows, to memory. `box`: its shared memory for 64 x 64 bf16.
 template <typename Shape>
 __device__ __forceinline__ void store_product(const E4m3Args& args, const CUtensorMap& map,
@@ -161,6 +209,12 @@ __device__ __forceinline__ void store_product(const E4m3Args& args, const CUtens
             make_float2(d[kCell * j + 2], d[kCell * j + 3]);
     }
     return;
+  }
+  if constexpr (Shape::kN == kRoundGroup) {
+    if (args.out_scales != nullptr) {
+      store_rounded_product(args, map, d, box, first_row, first_column, warpgroup, thread);
+      return;
+    }
   }
   constexpr int kBoxCells = kBlockColumns / kCellColumns;  // of eight columns
   const int own_row = warp_of(thread) * kWarpRows + within<kWarpRows>(lane), half = lane / kWarpRows;

@@ -20,11 +20,20 @@ cudaError_t launch_e4m3_with(const MoeArgs& args, cudaStream_t stream) {
   if (args.hidden % (Shape::kRun * kE4m3Columns) != 0 || args.inter % (Shape::kRun * kE4m3Columns) != 0)
     return cudaErrorInvalidValue;
   const MoeE4m3Work work = moe_e4m3_work(args, nullptr);
-  const RoundRowsArgs rows = {args.x, work.codes, work.scales, args.tokens, scale_pitch(args.tokens), args.hidden};
-  cudaError_t error = round_rows(rows, stream);
+  const bool one = pairs <= kPlacePairs;  // block that places them
+  const int blocks = one ? 1 : kMaxCluster, warps = one ? (pairs + kLanes - 1) / kLanes : kPlaceWarps;
+  cudaError_t error =
+      start(moe_e4m3_places_kernel,
+            {dim3(blocks), warps * kLanes, place_bytes(pairs, blocks, warps), static_cast<unsigned>(blocks)}, follows,
+            stream, args, work, Shape::kRows);
   if (error != cudaSuccess) return error;
-  const int list_blocks = std::min(2 * sms, (pairs + kListWarps - 1) / kListWarps);
-  error = start(moe_e4m3_lists_kernel, {dim3(list_blocks), kListThreads}, true, stream, args, Shape::kRows);
+  const auto list = [&](auto kernel, int tokens) {
+    const dim3 grid((args.hidden + kListedThreads * kRoundOwn - 1) / (kListedThreads * kRoundOwn),
+                    (args.tokens + tokens - 1) / tokens);
+    return start(kernel, {grid, kListedThreads}, true, stream, args, work);
+  };
+  error = args.tokens <= kListedFew ? list(moe_e4m3_rows_kernel<1>, 1)
+                                    : list(moe_e4m3_rows_kernel<kListedTokens>, kListedTokens);
   if (error != cudaSuccess) return error;
   const auto product = [&](auto kernel, int row_tiles) {
     const int blocks = std::min(static_cast<int64_t>(sms) * Shape::kBlocks, static_cast<int64_t>(pairs) * row_tiles);
@@ -34,8 +43,8 @@ cudaError_t launch_e4m3_with(const MoeArgs& args, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   error = product(moe_e4m3_kernel<Shape, false>, args.hidden / kItemRows);
   if (error != cudaSuccess) return error;
-  const dim3 grid(args.tokens, (args.hidden / kSumColumns + kSumThreads - 1) / kSumThreads);
-  return start(moe_sum_kernel<RoundedParts>, {grid, kSumThreads}, true, stream, args);
+  return args.beside != nullptr ? sum_parts<RoundedParts, true>(args, work.parts, stream)
+                                : sum_parts<RoundedParts>(args, work.parts, stream);
 }
 
 // Warpgroups, rows of an item, blocks an SM, stages, blocks of K of a stage: from the fewest rows to the most.
@@ -55,13 +64,18 @@ int choose_e4m3_shape(int64_t rows) {
 ffi::Error moe_e4m3(cudaStream_t stream, decltype(MoeOperands::x) x, decltype(MoeOperands::chosen) chosen,
                     decltype(MoeOperands::share) share, decltype(MoeOperands::gate_up) gate_up,
                     decltype(MoeOperands::down) down, decltype(MoeOperands::out) out, decltype(MoeOperands::work) work,
-                    int32_t first, int32_t routed, float limit, int32_t shape) {
+                    int32_t first, int32_t routed, float limit, ffi::Buffer<ffi::BF16, 2> beside, int32_t shape) {
   if (shape < 0 || shape > static_cast<int>(std::tuple_size_v<E4m3Shapes>)) return refusal("moe_e4m3", "no such shape");
   MoeArgs args = {};
   MoeOperands given = {x, chosen, share, gate_up, down, out, work};
   const ffi::Error error = read_moe("moe_e4m3", given, first, routed, limit, moe_e4m3_work, args);
+  if (error.failure()) return error;
+  const bool rounded = out->element_type() == ffi::BF16;
   const int64_t pairs = int64_t{args.tokens} * args.top;
-  if (error.failure() || pairs == 0) return error;
+  if (const ffi::Error wrong = check("moe_e4m3", {{"beside", beside, {rounded ? args.tokens : 0, args.hidden}}});
+      wrong.failure() || pairs == 0)
+    return wrong;
+  if (rounded) args.beside = reinterpret_cast<const __nv_bfloat16*>(beside.untyped_data());
   const int taken = shape > 0 ? shape : choose_e4m3_shape(pairs / std::max(args.routed, 1));
   return launched("moe_e4m3",
                   with_shape<E4m3Shapes>(taken, [&](auto of) { return launch_e4m3_with<decltype(of)>(args, stream); }));
@@ -69,6 +83,6 @@ ffi::Error moe_e4m3(cudaStream_t stream, decltype(MoeOperands::x) x, decltype(Mo
 
 }  // namespace
 
-DSV4_HANDLER(moe_e4m3, dsv4_moe_e4m3, moe_e4m3, on_experts().Attr<int32_t>("shape"));
+DSV4_HANDLER(moe_e4m3, dsv4_moe_e4m3, moe_e4m3, on_experts().Arg<ffi::Buffer<ffi::BF16, 2>>().Attr<int32_t>("shape"));
 
 }  // namespace dsv4

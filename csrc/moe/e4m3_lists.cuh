@@ -1,11 +1,13 @@
-// What goes before the products of moe/e4m3.cu: rows of e4m3 by expert, in groups of eight as of moe/lists.cuh.
+// What goes before the products of moe/e4m3.cu: rows of e4m3 by expert, in groups of eight as of moe/lists.cuh. One
+// kernel gives each pair its row, the next rounds the tokens' rows and writes them there.
 //
 // A group's rows of 128 columns are a swizzled block of 1 KiB, and the blocks of all groups of 128 columns lie next to
 // each other: what a product takes of some groups is one run of bytes, and so are their scales.
 #pragma once
 
+#include "common/row_math.cuh"
 #include "dense/e4m3.cuh"
-#include "dense/round_rows.cuh"
+#include "dense/round_eight.cuh"
 #include "moe/lists.cuh"
 
 namespace dsv4 {
@@ -17,8 +19,7 @@ struct MoeE4m3Work {
   RowTile* tiles;
   int32_t* pairs;        // of a row
   float* shares;         // of a row
-  uint8_t* codes;        // [T, hidden] of the tokens
-  float* scales;         // [hidden / 128, pitch] of the tokens
+  int32_t* places;       // [T, top] rows of the pairs; -1: none
   uint8_t* rows;         // [hidden / 128, groups, 1024] tokens' rows
   float* row_scales;     // [hidden / 128, groups * 8]
   uint8_t* middle;       // [inter / 128, groups, 1024] rows between the products
@@ -27,13 +28,10 @@ struct MoeE4m3Work {
   int groups;
 };
 
-// Rows of scales next to each other, in whole 16 bytes.
-__host__ __device__ constexpr int scale_pitch(int rows) { return (rows + 3) / 4 * 4; }
-
 __host__ __device__ inline MoeE4m3Work moe_e4m3_work(const MoeArgs& args, size_t* bytes) {
   const size_t pairs = static_cast<size_t>(args.tokens) * args.top;
   const int groups = most_groups(args.tokens, args.tokens * args.top, args.experts);
-  const size_t rows = static_cast<size_t>(groups) * kGroupRows, tokens = args.tokens;
+  const size_t rows = static_cast<size_t>(groups) * kGroupRows;
   const size_t hidden = args.hidden, inter = args.inter;
   const size_t of_hidden = hidden / kE4m3Columns * sizeof(float), of_inter = inter / kE4m3Columns * sizeof(float);
   uint8_t* at = args.work + kPageBytes;  // the counts come first
@@ -47,8 +45,7 @@ __host__ __device__ inline MoeE4m3Work moe_e4m3_work(const MoeArgs& args, size_t
   work.tiles = reinterpret_cast<RowTile*>(taken(pairs * sizeof(RowTile)));
   work.pairs = reinterpret_cast<int32_t*>(taken(rows * sizeof(int32_t)));
   work.shares = reinterpret_cast<float*>(taken(rows * sizeof(float)));
-  work.codes = taken(tokens * hidden);
-  work.scales = reinterpret_cast<float*>(taken(of_hidden * scale_pitch(args.tokens)));
+  work.places = reinterpret_cast<int32_t*>(taken(pairs * sizeof(int32_t)));
   work.rows = taken(rows * hidden);
   work.row_scales = reinterpret_cast<float*>(taken(of_hidden * rows));
   work.middle = taken(rows * inter);
@@ -70,24 +67,6 @@ __device__ __forceinline__ int expert_of(const MoeArgs& args, int pair) {
   return static_cast<int>(expert);
 }
 
-// Calls `f` with the number and the expert of each pair of a token that has one: the token's experts are read once.
-template <typename F>
-__device__ __forceinline__ void each_expert(const MoeArgs& args, int token, const F& f) {
-  const int32_t* const chosen = args.chosen + token * args.top;
-  int named[kMaxTop];
-#pragma unroll
-  for (int k = 0; k < kMaxTop; ++k) named[k] = k < args.top ? __ldg(chosen + k) : 0;
-#pragma unroll
-  for (int k = 0; k < kMaxTop; ++k) {
-    if (k >= args.top) break;
-    const uint32_t expert = static_cast<uint32_t>(named[k]) - static_cast<uint32_t>(args.first);
-    bool counts = expert < static_cast<uint32_t>(args.experts);
-#pragma unroll
-    for (int other = 0; other < k; ++other) counts &= named[other] != named[k];
-    if (counts) f(k, static_cast<int>(expert));
-  }
-}
-
 // What a pair's expert counts: with all shares under which the token has named it.
 __device__ __forceinline__ float share_of(const MoeArgs& args, int pair) {
   const int first = pair / args.top * args.top, mine = __ldg(args.chosen + pair);
@@ -98,69 +77,164 @@ __device__ __forceinline__ float share_of(const MoeArgs& args, int pair) {
   return share;
 }
 
-// Every block counts all pairs, and gives places to a run of them: a warp copies a row. A pair comes behind those of
-// its expert that come before it.
-__global__ void __launch_bounds__(kListThreads)
-    moe_e4m3_lists_kernel(const __grid_constant__ MoeArgs args, int tile_rows) {
-  __shared__ int count[kMaxExperts], before[kMaxExperts], first_group[kMaxExperts];
+constexpr int kPlaceThreads = 1024, kPlaceWarps = kPlaceThreads / kLanes;
+constexpr int kPlacePairs = kPlaceThreads;  // so few that one block places them, one a thread
+
+// Pairs of a warp, in whole warps.
+__host__ __device__ constexpr int place_run(int pairs, int warps) {
+  return (pairs + warps * kLanes - 1) / (warps * kLanes) * kLanes;
+}
+
+struct PlaceCounts {
+  uint16_t of[kMaxExperts];
+};
+inline int place_bytes(int pairs, int blocks, int warps) {
+  return warps * static_cast<int>(sizeof(PlaceCounts) + place_run(pairs, blocks * warps) * sizeof(uint32_t));
+}
+
+// Gives every pair its row: a pair comes behind those of its expert that come before it. A block, or a cluster of
+// eight, of whose warps each has a run of the pairs, which it alone counts; only experts' counts are exchanged.
+__global__ void __launch_bounds__(kPlaceThreads)
+    moe_e4m3_places_kernel(const __grid_constant__ MoeArgs args, const __grid_constant__ MoeE4m3Work work,
+                           int tile_rows) {
+  constexpr uint32_t kNone = ~0u;
+  constexpr int kExpertBit = 16, kVector = 4;
+  extern __shared__ PlaceCounts counts[];  // of a warp's pairs; then of those of the warps before it
+  __shared__ alignas(kChunkBytes) int totals[kMaxExperts], count[kMaxExperts], first[kMaxExperts];
   wait_for_previous();
-  let_next_start();
-  const int pairs = args.tokens * args.top, lane = lane_of(threadIdx.x), warp = warp_of(threadIdx.x);
-  const int run = (pairs + gridDim.x - 1) / gridDim.x, from = min(static_cast<int>(blockIdx.x) * run, pairs);
-  const int to = min(from + run, pairs);
-  const MoeE4m3Work work = moe_e4m3_work(args, nullptr);
-  for (int e = threadIdx.x; e < args.experts; e += kListThreads) count[e] = before[e] = 0;
-  __syncthreads();
-#pragma unroll 2
-  for (int token = threadIdx.x; token < args.tokens; token += kListThreads) {
-    each_expert(args, token, [&](int k, int e) {
-      atomicAdd(count + e, 1);
-      if (token * args.top + k < from) atomicAdd(before + e, 1);
-    });
+  let_next_start();  // not before: the next kernel reads the tokens' rows at once
+  const int pairs = args.tokens * args.top, blocks = gridDim.x, rank = blockIdx.x;
+  const int lane = lane_of(threadIdx.x), warp = warp_of(threadIdx.x), warps = warp_of(blockDim.x);
+  const int run = place_run(pairs, blocks * warps), own = warp * run;
+  const int from = rank * warps * run + own, to = min(from + run, pairs);
+  // Of the block's pairs: the expert, and how many of the warp have it before.
+  auto* const named = reinterpret_cast<uint32_t*>(counts + warps);
+  for (int e = lane; e < args.experts; e += kLanes) counts[warp].of[e] = 0;
+  __syncwarp();
+  for (int i = lane; from + i - lane < to; i += kLanes) {
+    const int expert = from + i < to ? expert_of(args, from + i) : -1;
+    const uint32_t same = __match_any_sync(kAllLanes, expert), before = same & ((1u << lane) - 1);
+    const uint32_t counted = expert >= 0 ? counts[warp].of[expert] : 0;
+    __syncwarp();
+    if (expert >= 0 && before == 0) counts[warp].of[expert] = static_cast<uint16_t>(counted + __popc(same));
+    __syncwarp();
+    named[own + i] = expert < 0 ? kNone : expert << kExpertBit | (counted + __popc(before));
   }
   __syncthreads();
-  if (threadIdx.x < kLanes) {
-    const int tiles = list_tiles(count, args.experts, tile_rows, blockIdx.x == 0 ? work.tiles : nullptr,
-                                 [&](int e, int group) { first_group[e] = group; });
-    if (threadIdx.x == 0 && blockIdx.x == 0) *work.tile_count = tiles, work.taken[0] = work.taken[1] = 0;
-  }
-  __syncthreads();
-  const int chunks = args.hidden / kChunkBytes, blocks = args.hidden / kE4m3Columns, pitch = scale_pitch(args.tokens);
-  constexpr int kBlockChunks = kE4m3Columns / kChunkBytes;
-  for (int p = from + warp; p < to; p += kListWarps) {
-    const int e = expert_of(args, p);
-    if (e < 0) continue;
-    int equal = 0;
-    for (int i = from + lane; i < p; i += kLanes) equal += expert_of(args, i) == e;
-    const int place = before[e] + __reduce_add_sync(kAllLanes, equal), token = p / args.top;
-    const int group = first_group[e] + place / kGroupRows, row = within<kGroupRows>(place);
-    const size_t own = static_cast<size_t>(group) * kGroupRows + row;
-    if (lane == 0) work.pairs[own] = p, work.shares[own] = share_of(args, p);
-    const auto* codes = reinterpret_cast<const uint4*>(work.codes + static_cast<size_t>(token) * args.hidden);
+  for (int e = threadIdx.x; e < args.experts; e += blockDim.x) {
+    int sum = 0;
 #pragma unroll 8
-    for (int c = lane; c < chunks; c += kLanes) {
-      const size_t block = static_cast<size_t>(c / kBlockChunks) * work.groups + group;
-      *reinterpret_cast<uint4*>(work.rows + block * kAtomBytes + row * kRowBytes + swizzled(c % kBlockChunks, row)) =
-          __ldcg(codes + c);
+    for (int w = 0; w < warps; ++w) {
+      const int more = counts[w].of[e];
+      counts[w].of[e] = static_cast<uint16_t>(sum);
+      sum += more;
     }
-    for (int b = lane; b < blocks; b += kLanes)
-      work.row_scales[static_cast<size_t>(b) * work.groups * kGroupRows + own] =
-          __ldcg(work.scales + static_cast<size_t>(b) * pitch + token);
+    totals[e] = sum;
+  }
+  if (blocks > 1) {
+    cluster_sync();
+  } else {
+    __syncthreads();
+  }
+  for (int e = kVector * threadIdx.x; e < args.experts; e += kVector * blockDim.x) {
+    uint4 all = {}, before = {};
+#pragma unroll
+    for (int block = 0; block < kMaxCluster; ++block) {
+      if (block == rank) before = all;
+      if (block >= blocks) continue;
+      const uint32_t at = shared_address(totals + e);
+      const uint4 more = blocks == 1 ? load_shared(at) : load_peer(peer_address(at, block));
+      all = {all.x + more.x, all.y + more.y, all.z + more.z, all.w + more.w};
+    }
+    *reinterpret_cast<uint4*>(count + e) = all;
+    *reinterpret_cast<uint4*>(first + e) = before;
+  }
+  __syncthreads();
+  if (warp == 0) {
+    const int tiles = list_tiles(count, args.experts, tile_rows, rank == 0 ? work.tiles : nullptr,
+                                 [&](int e, int group) { first[e] += group * kGroupRows; });
+    if (lane == 0 && rank == 0) *work.tile_count = tiles, work.taken[0] = work.taken[1] = 0;
+  }
+  __syncthreads();
+  for (int i = lane; from + i < to; i += kLanes) {
+    const uint32_t of_pair = named[own + i];
+    const int pair = from + i, expert = of_pair >> kExpertBit;
+    int place = -1;
+    if (of_pair != kNone) {
+      place = first[expert] + counts[warp].of[expert] + static_cast<int>(of_pair & ((1u << kExpertBit) - 1));
+      work.pairs[place] = pair, work.shares[place] = share_of(args, pair);
+    }
+    work.places[pair] = place;
+  }
+  if (blocks > 1) cluster_meet();  // others have read the totals
+}
+
+constexpr int kListedThreads = 128;
+constexpr int kListedTokens = 4;  // of a thread, where there are many
+constexpr int kListedFew = 512;   // tokens that are not
+
+// Rounds the tokens' rows and writes each to all of its places. A thread has eight columns.
+template <int kTokens>
+__global__ void __launch_bounds__(kListedThreads)
+    moe_e4m3_rows_kernel(const __grid_constant__ MoeArgs args, const __grid_constant__ MoeE4m3Work work) {
+  static_assert(kMaxTop <= kRoundSharers, "a lane for each place of a token");
+  let_next_start();
+  const int column = (blockIdx.x * kListedThreads + threadIdx.x) * kRoundOwn, token = blockIdx.y * kTokens;
+  if (column >= args.hidden) return;  // whole warps: columns are in 256s
+  const int own = within<kRoundSharers>(threadIdx.x);
+  uint4 words[kTokens] = {};
+#pragma unroll
+  for (int t = 0; t < kTokens; ++t) {
+    if (token + t < args.tokens)
+      words[t] = __ldg(reinterpret_cast<const uint4*>(args.x + static_cast<size_t>(token + t) * args.hidden + column));
+  }
+  uint2 codes[kTokens];
+  int exponents[kTokens];
+#pragma unroll
+  for (int t = 0; t < kTokens; ++t) exponents[t] = round_eight(words[t], codes[t]);
+  wait_for_previous();
+  int places[kTokens];
+#pragma unroll
+  for (int t = 0; t < kTokens; ++t) {
+    const bool has = own < args.top && token + t < args.tokens;
+    places[t] = has ? __ldcg(work.places + (token + t) * args.top + own) : -1;
+  }
+  const int chunk = own / 2;
+  const size_t block = static_cast<size_t>(column / kRoundGroup) * work.groups;
+  uint8_t* const rows = work.rows + block * kAtomBytes + own % 2 * sizeof(uint2);
+  float* const scales = work.row_scales + block * kGroupRows;
+#pragma unroll
+  for (int t = 0; t < kTokens; ++t) {
+    if (places[t] >= 0) scales[places[t]] = power_of_two(exponents[t]);
+    for (int k = 0; k < args.top; ++k) {
+      const int place = __shfl_sync(kAllLanes, places[t], k);
+      if (place >= 0) *reinterpret_cast<uint2*>(rows + place * kRowBytes + swizzled(chunk, place)) = codes[t];
+    }
   }
 }
 
 // The experts' results by pair, of moe/e4m3.cu: a pair has its share already, one whose token has named its expert
 // before none.
 struct RoundedParts {
+  using Number = __nv_bfloat16;
+  using Words = uint4;
+  static constexpr int kOwn = 8;
   static constexpr bool kShared = true;
-  __device__ __forceinline__ static const __nv_bfloat16* of(const MoeArgs& args) {
-    return moe_e4m3_work(args, nullptr).parts;
-  }
-  __device__ __forceinline__ static float4 load(const __nv_bfloat16* from) {
-    constexpr uint32_t kUpper = 0xFFFF0000u;
-    const uint2 x = __ldcs(reinterpret_cast<const uint2*>(from));
-    return make_float4(__uint_as_float(x.x << 16), __uint_as_float(x.x & kUpper), __uint_as_float(x.y << 16),
-                       __uint_as_float(x.y & kUpper));
+  struct Addend {
+    uint32_t pairs[kOwn / 2];
+    __device__ __forceinline__ float operator()(float sum, int c) const { return sum + first(c); }
+    __device__ __forceinline__ float first(int c) const {
+      return __uint_as_float(c % 2 == 0 ? pairs[c / 2] << 16 : pairs[c / 2] & 0xFFFF0000u);
+    }
+  };
+  __device__ __forceinline__ static Addend addend(const Words& x, float /*share*/) { return {{x.x, x.y, x.z, x.w}}; }
+  // Sums with what is beside them, as bf16.
+  __device__ __forceinline__ static Words rounded(const float (&sums)[kOwn], const Words& beside) {
+    const Addend more = addend(beside, 1.f);
+    uint32_t pairs[kOwn / 2];
+#pragma unroll
+    for (int i = 0; i < kOwn / 2; ++i) pairs[i] = bf16_pair(more(sums[2 * i], 2 * i), more(sums[2 * i + 1], 2 * i + 1));
+    return {pairs[0], pairs[1], pairs[2], pairs[3]};
   }
 };
 

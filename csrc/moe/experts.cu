@@ -38,8 +38,7 @@ cudaError_t launch_with(const MoeArgs& args, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   error = product(moe_kernel<Shape, false>, args.hidden / kGroupRows, true);
   if (error != cudaSuccess) return error;
-  const dim3 grid(args.tokens, (args.hidden / kSumColumns + kSumThreads - 1) / kSumThreads);
-  return start(moe_sum_kernel<FloatParts>, {grid, kSumThreads}, true, stream, args);
+  return sum_parts<FloatParts>(args, moe_work(args, nullptr).parts, stream);
 }
 
 // Warpgroups, rows of an item, tiles of a stage, stages, blocks an SM, window, products by warp: from the fewest rows
@@ -69,6 +68,7 @@ ffi::Error moe(cudaStream_t stream, decltype(MoeOperands::x) x, decltype(MoeOper
   MoeArgs args = {};
   MoeOperands given = {x, chosen, share, gate_up, down, out, work};
   const ffi::Error error = read_moe("moe", given, first, routed, limit, moe_work, args);
+  if (out->element_type() != ffi::F32) return refusal("moe", "out must be float32");
   const int64_t pairs = int64_t{args.tokens} * args.top;
   if (error.failure() || pairs == 0) return error;
   const int shape = choose_shape(pairs, pairs / std::max(args.routed, 1));

@@ -39,12 +39,13 @@ struct MoeArgs {
   const float* share;      // [T, top] their weights
   const uint8_t* gate_up;  // [experts, 2 * inter / 64, hidden / 128, 4352], packed; see moe/weights.cuh
   const uint8_t* down;     // [experts, hidden / 64, inter / 128, 4352]
-  float* out;              // [T, hidden]
+  void* out;               // [T, hidden] float32; bf16 if there is something beside
   uint8_t* work;           // as many bytes as dsv4_moe_workspace says
   int tokens, top, hidden, inter;
-  int experts, first;  // those of this device: first .. first + experts - 1
-  int routed;          // all that tokens choose among
-  float limit;         // of the SwiGLU
+  int experts, first;           // those of this device: first .. first + experts - 1
+  int routed;                   // all that tokens choose among
+  float limit;                  // of the SwiGLU
+  const __nv_bfloat16* beside;  // [T, hidden], added to the sums of moe/e4m3.cu before they are rounded; null: nothing
 };
 
 // Where things lie in the workspace.
@@ -190,85 +191,174 @@ __global__ void __launch_bounds__(kListThreads) moe_lists_kernel(const __grid_co
   }
 }
 
-constexpr int kSumThreads = 128, kSumColumns = 4;  // of a thread
+constexpr int kSumThreads = 128;
 constexpr int kSumLevels = 3, kSumParts = 1 << kSumLevels;
-constexpr int kSumAhead = 8;  // experts' results that are asked for at a time
+constexpr int kSumAhead = 8;     // experts' results that are asked for at a time
+constexpr int kSumWhole = 1024;  // tokens from which on a block adds up all columns of one
 constexpr int kWordBits = 32;
 
-// What becomes of sums [of a part, of pairs of parts, of quarters, of all] when `done` levels of the tree are complete.
-__device__ __forceinline__ void carry(float4 (&sums)[kSumLevels + 1], int done) {
-#pragma unroll
-  for (int k = 0; k < kSumLevels; ++k) {
-    if (k >= done) break;
-    float4 &from = sums[k], &to = sums[k + 1];
-    to = {to.x + from.x, to.y + from.y, to.z + from.z, to.w + from.w};
-    from = {0, 0, 0, 0};
+// A token's experts that are here in the order in which their results are added: the same in all lanes of a warp.
+struct SumOrder {
+  static constexpr int kRankBits = 4, kDoneBits = 2;
+  static_assert(kMaxTop <= 1 << kRankBits && kMaxTop * kDoneBits <= kWordBits && kSumLevels < 1 << kDoneBits);
+
+  int count;
+  uint32_t ranks[kMaxTop * kRankBits / kWordBits];  // which of the token's experts each is
+  uint32_t done;                                    // levels of the tree that are complete before it is added
+  float share;                                      // of the token's expert of the lane's number
+
+  // Of those from `start` on, a multiple of kSumAhead.
+  __device__ __forceinline__ uint32_t rank(int start, int i) const {
+    return (start == 0 ? ranks[0] : ranks[1]) >> kRankBits * i & (kMaxTop - 1);
   }
+  __device__ __forceinline__ uint32_t levels(int at) const { return done >> kDoneBits * at & ((1 << kDoneBits) - 1); }
+};
+static_assert(kSumAhead * SumOrder::kRankBits == kWordBits, "a word for each round of results");
+
+// By a whole warp. `kOnce`: an expert that is named again has no result of its own.
+template <bool kOnce>
+__device__ __forceinline__ SumOrder sum_order(const MoeArgs& args, int token) {
+  constexpr int kNever = 0x7FFFFFFF, kPartBit = 16;
+  const int lane = lane_of(threadIdx.x);
+  const bool named = lane < args.top;
+  const uint32_t expert =
+      named ? static_cast<uint32_t>(__ldg(args.chosen + token * args.top + lane)) - static_cast<uint32_t>(args.first)
+            : ~0u;
+  bool here = expert < static_cast<uint32_t>(args.experts);
+  if constexpr (kOnce) here &= (__match_any_sync(kAllLanes, expert) & ((1u << lane) - 1)) == 0;
+  // Parts, which experts follow in order, above the experts.
+  const int mine =
+      here ? static_cast<int>(expert * kSumParts / static_cast<uint32_t>(args.routed) << kPartBit | expert) : kNever;
+  int place = 0, before = -1;
+  for (int k = 0; k < args.top; ++k) {
+    const int other = __shfl_sync(kAllLanes, mine, k);
+    if (other < mine || (other == mine && k < lane)) ++place, before = max(before, other);
+  }
+  const uint32_t passed = before < 0 ? 0u : static_cast<uint32_t>(mine ^ before) >> kPartBit;
+  const uint32_t levels = kWordBits - __clz(passed);
+  SumOrder order;
+#pragma unroll
+  for (int i = 0; i < kMaxTop / kSumAhead; ++i) {
+    const int at = place - i * kSumAhead;
+    const bool own = here && at >= 0 && at < kSumAhead;
+    order.ranks[i] = __reduce_or_sync(kAllLanes, own ? lane << SumOrder::kRankBits * at : 0u);
+  }
+  order.done = __reduce_or_sync(kAllLanes, here ? levels << SumOrder::kDoneBits * place : 0u);
+  order.count = static_cast<int>(__reduce_add_sync(kAllLanes, here ? 1u : 0u));
+  order.share = named ? __ldg(args.share + token * args.top + lane) : 0.f;
+  return order;
 }
 
-// The experts' results by pair, of moe/experts.cu.
-struct FloatParts {
-  static constexpr bool kShared = false;  // a share is still to be multiplied with
-  __device__ __forceinline__ static const float* of(const MoeArgs& args) { return moe_work(args, nullptr).parts; }
-  __device__ __forceinline__ static float4 load(const float* from) {
-    return __ldcs(reinterpret_cast<const float4*>(from));
+// Sums of a part, of pairs of parts, of quarters and of all.
+template <int kOwn>
+struct SumTree {
+  float levels[kSumLevels + 1][kOwn] = {};
+
+  // When `done` levels are complete, from the one after the first on.
+  template <int kLevel = 1>
+  __device__ __forceinline__ void carry(uint32_t done) {
+    if constexpr (kLevel < kSumLevels) {
+      if (done <= kLevel) return;
+#pragma unroll
+      for (int c = 0; c < kOwn; ++c) levels[kLevel + 1][c] += levels[kLevel][c], levels[kLevel][c] = 0;
+      carry<kLevel + 1>(done);
+    }
+  }
+  // A part's sum begins as its first number. Zero plus that differs at most in the sign of a zero, and what adds the
+  // part up begins as zero: there it is lost.
+  template <typename Add>
+  __device__ __forceinline__ void add(uint32_t done, const Add& to) {
+    float(&part)[kOwn] = levels[0];
+    if (done == 0) {
+#pragma unroll
+      for (int c = 0; c < kOwn; ++c) part[c] = to(part[c], c);
+      return;
+    }
+#pragma unroll
+    for (int c = 0; c < kOwn; ++c) levels[1][c] += part[c], part[c] = to.first(c);
+    carry(done);
+  }
+  __device__ __forceinline__ const float (&total())[kOwn] {
+#pragma unroll
+    for (int k = 0; k < kSumLevels; ++k) {
+#pragma unroll
+      for (int c = 0; c < kOwn; ++c) levels[k + 1][c] += levels[k][c];
+    }
+    return levels[kSumLevels];
   }
 };
 
+// The experts' results by pair, of moe/experts.cu.
+struct FloatParts {
+  using Number = float;
+  using Words = float4;
+  static constexpr int kOwn = 4;          // columns of a thread
+  static constexpr bool kShared = false;  // a share is still to be multiplied with
+  struct Addend {
+    float x[kOwn], share;
+    __device__ __forceinline__ float operator()(float sum, int c) const { return fmaf(share, x[c], sum); }
+    __device__ __forceinline__ float first(int c) const { return share * x[c]; }
+  };
+  __device__ __forceinline__ static Addend addend(const Words& x, float share) { return {{x.x, x.y, x.z, x.w}, share}; }
+};
+
+// Has an address made where it stands, once: not again under the condition of each load.
+__device__ __forceinline__ void made(uintptr_t& address) { asm volatile("" : "+l"(address)); }
+
 // Each token's experts' results times their shares. All experts there are make eight parts; in each they are added in
 // their order, and the parts by a binary tree: ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)). So devices that have whole
-// branches of the tree give sums that, added by the rest of it, are those of one device. A thread has four columns.
-template <typename Parts>
-__global__ void __launch_bounds__(kSumThreads) moe_sum_kernel(const __grid_constant__ MoeArgs args) {
-  __shared__ int order[kMaxTop], part[kMaxTop];
-  __shared__ float shares[kMaxTop];
+// branches of the tree give sums that, added by the rest of it, are those of one device. A warp finds the order by
+// itself; all that a thread adds up is asked for before the first is waited for. `kBeside`: what is beside the sums is
+// added to them, and they are rounded.
+template <typename Parts, bool kBeside>
+__global__ void __launch_bounds__(kSumThreads)
+    moe_sum_kernel(const __grid_constant__ MoeArgs args, const typename Parts::Number* __restrict__ parts) {
+  constexpr int kOwn = Parts::kOwn, kBlockColumns = kSumThreads * kOwn;
   const int token = blockIdx.x;
-  if (threadIdx.x < args.top) {
-    const int32_t* chosen = args.chosen + token * args.top;
-    const int mine = __ldg(chosen + threadIdx.x);
-    int place = 0;
-    [[maybe_unused]] bool again = false;  // named before
-    for (int k = 0; k < args.top; ++k) {
-      const int other = __ldg(chosen + k);
-      place += other < mine || (other == mine && k < static_cast<int>(threadIdx.x));
-      if constexpr (Parts::kShared) again |= other == mine && k < static_cast<int>(threadIdx.x);
-    }
-    const int expert = mine - args.first;
-    bool here = expert >= 0 && expert < args.experts;
-    if constexpr (Parts::kShared) here &= !again;
-    order[place] = here ? static_cast<int>(threadIdx.x) : -1;
-    part[place] = expert * kSumParts / args.routed;
-    shares[place] = __ldg(args.share + token * args.top + threadIdx.x);
-  }
-  __syncthreads();
+  const SumOrder order = sum_order<Parts::kShared>(args, token);
   wait_for_previous();
-  const int column = kSumColumns * (blockIdx.y * kSumThreads + threadIdx.x);
-  if (column >= args.hidden) return;
-  const auto* parts = Parts::of(args) + static_cast<size_t>(token) * args.top * args.hidden + column;
-  float4 sums[kSumLevels + 1] = {};
-  for (int start = 0; start < args.top; start += kSumAhead) {
-    float4 y[kSumAhead] = {};
+  const size_t row = static_cast<size_t>(token) * args.hidden;
+  const uint32_t row_bytes = args.hidden * sizeof(typename Parts::Number);
+  // Whole warps: columns are in 256s.
+  for (int column = blockIdx.y * kBlockColumns + threadIdx.x * kOwn; column < args.hidden;
+       column += gridDim.y * kBlockColumns) {
+    auto from = reinterpret_cast<uintptr_t>(parts + row * args.top + column);
+    made(from);
+    [[maybe_unused]] typename Parts::Words beside;
+    if constexpr (kBeside) beside = *reinterpret_cast<const typename Parts::Words*>(args.beside + row + column);
+    SumTree<kOwn> sums;
+    for (int start = 0; start < order.count; start += kSumAhead) {
+      typename Parts::Words words[kSumAhead];
 #pragma unroll
-    for (int i = 0; i < kSumAhead; ++i) {
-      if (start + i >= args.top || order[start + i] < 0) continue;
-      y[i] = Parts::load(parts + static_cast<size_t>(order[start + i]) * args.hidden);
-    }
+      for (int i = 0; i < kSumAhead; ++i) {
+        uintptr_t at = from + order.rank(start, i) * row_bytes;
+        made(at);
+        if (start + i < order.count) words[i] = __ldcs(reinterpret_cast<const typename Parts::Words*>(at));
+      }
 #pragma unroll
-    for (int i = 0; i < kSumAhead; ++i) {
-      const int at = start + i;
-      if (at >= args.top || order[at] < 0) continue;
-      if (at > 0) carry(sums, kWordBits - __clz(part[at] ^ part[at - 1]));
-      float4& sum = sums[0];
-      if constexpr (Parts::kShared) {
-        sum = {sum.x + y[i].x, sum.y + y[i].y, sum.z + y[i].z, sum.w + y[i].w};
-      } else {
-        const float w = shares[at];
-        sum = {fmaf(w, y[i].x, sum.x), fmaf(w, y[i].y, sum.y), fmaf(w, y[i].z, sum.z), fmaf(w, y[i].w, sum.w)};
+      for (int i = 0; i < kSumAhead; ++i) {
+        if (start + i >= order.count) break;
+        const float share = Parts::kShared ? 1.f : __shfl_sync(kAllLanes, order.share, order.rank(start, i));
+        sums.add(order.levels(start + i), Parts::addend(words[i], share));
       }
     }
+    const float(&all)[kOwn] = sums.total();
+    if constexpr (kBeside) {
+      *reinterpret_cast<typename Parts::Words*>(static_cast<__nv_bfloat16*>(args.out) + row + column) =
+          Parts::rounded(all, beside);
+    } else {
+      auto* const out = reinterpret_cast<float4*>(static_cast<float*>(args.out) + row + column);
+#pragma unroll
+      for (int c = 0; c < kOwn; c += 4) out[c / 4] = {all[c], all[c + 1], all[c + 2], all[c + 3]};
+    }
   }
-  carry(sums, kSumLevels);
-  *reinterpret_cast<float4*>(args.out + static_cast<size_t>(token) * args.hidden + column) = sums[kSumLevels];
+}
+
+template <typename Parts, bool kBeside = false>
+cudaError_t sum_parts(const MoeArgs& args, const typename Parts::Number* parts, cudaStream_t stream) {
+  constexpr int kBlockColumns = kSumThreads * Parts::kOwn;
+  const int blocks = args.tokens < kSumWhole ? (args.hidden + kBlockColumns - 1) / kBlockColumns : 1;
+  return start(moe_sum_kernel<Parts, kBeside>, {dim3(args.tokens, blocks), kSumThreads}, true, stream, args, parts);
 }
 
 }  // namespace dsv4

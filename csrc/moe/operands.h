@@ -12,7 +12,7 @@ struct MoeOperands {
   xla::ffi::Buffer<xla::ffi::S32, 2> chosen;
   xla::ffi::Buffer<xla::ffi::F32, 2> share;
   xla::ffi::Buffer<xla::ffi::U8, 4> gate_up, down;
-  xla::ffi::Result<xla::ffi::Buffer<xla::ffi::F32, 2>> out;
+  xla::ffi::Result<xla::ffi::AnyBuffer> out;  // float32, of moe/e4m3.cu also bf16
   xla::ffi::Result<xla::ffi::Buffer<xla::ffi::U8, 1>> work;
 };
 
@@ -29,7 +29,7 @@ xla::ffi::Error read_moe(const char* target, MoeOperands& given, int32_t first, 
           given.share.typed_data(),
           given.gate_up.typed_data(),
           given.down.typed_data(),
-          given.out->typed_data(),
+          given.out->untyped_data(),
           given.work->typed_data(),
           static_cast<int>(tokens),
           static_cast<int>(top),
@@ -38,7 +38,8 @@ xla::ffi::Error read_moe(const char* target, MoeOperands& given, int32_t first, 
           static_cast<int>(experts),
           first,
           routed,
-          limit};
+          limit,
+          nullptr};
   const xla::ffi::Error error =
       check(target,
             {{"x", given.x, {tokens, hidden}},
@@ -46,7 +47,7 @@ xla::ffi::Error read_moe(const char* target, MoeOperands& given, int32_t first, 
              {"share", given.share, {tokens, top}, kElements},
              {"gate_up", given.gate_up, {experts, 2 * inter / rows, hidden / columns, tile}},
              {"down", given.down, {experts, hidden / rows, inter / columns, tile}},
-             {"out", *given.out, {tokens, hidden}},
+             {"out", *given.out, {tokens, hidden}, kVectors, {xla::ffi::F32, xla::ffi::BF16}},
              {"work", *given.work, {kAny}}},
             {{hidden % kSizeStep == 0 && inter % kSizeStep == 0, "sizes must be in 256s"},
              {experts <= kMaxExperts, "at most 512 experts"},
@@ -65,7 +66,7 @@ inline auto on_experts() {
       .Arg<decltype(MoeOperands::share)>()
       .Arg<decltype(MoeOperands::gate_up)>()
       .Arg<decltype(MoeOperands::down)>()
-      .Ret<xla::ffi::Buffer<xla::ffi::F32, 2>>()
+      .Ret<xla::ffi::AnyBuffer>()
       .Ret<xla::ffi::Buffer<xla::ffi::U8, 1>>()
       .Attr<int32_t>("first")
       .Attr<int32_t>("routed")

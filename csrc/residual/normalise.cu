@@ -12,20 +12,28 @@ constexpr int kNormThreads = 256, kNormWarps = kNormThreads / kLanes, kNormOwn =
 constexpr int kNormLoads = 8, kNormMax = kNormThreads * kNormOwn * kNormLoads;       // columns of a row, at most
 
 struct NormArgs {
-  const float* x;       // [rows, width], rows `stride` apart
+  const void* x;        // [rows, width] float32 or bf16, rows `stride` apart
   const float* weight;  // [width]
   __nv_bfloat16* out;   // [rows, width]
   int width, stride;
   float eps;
 };
 
+__device__ __forceinline__ float4 four_of(const float* x) { return *reinterpret_cast<const float4*>(x); }
+__device__ __forceinline__ float4 four_of(const __nv_bfloat16* x) {
+  constexpr uint32_t kUpper = 0xFFFF0000u;
+  const uint2 v = *reinterpret_cast<const uint2*>(x);
+  return make_float4(__uint_as_float(v.x << 16), __uint_as_float(v.x & kUpper), __uint_as_float(v.y << 16),
+                     __uint_as_float(v.y & kUpper));
+}
+
 // A block a row. A thread keeps its columns, four a load.
-template <int kLoads>
+template <int kLoads, typename Number>
 __global__ void __launch_bounds__(kNormThreads) normalise_kernel(const __grid_constant__ NormArgs args) {
   __shared__ float sums[kNormWarps];
   const int thread = threadIdx.x, steps = args.width / kNormOwn;
   const auto* weight = reinterpret_cast<const float4*>(args.weight);
-  const auto* row = reinterpret_cast<const float4*>(args.x + static_cast<size_t>(blockIdx.x) * args.stride);
+  const auto* row = static_cast<const Number*>(args.x) + static_cast<size_t>(blockIdx.x) * args.stride;
   let_next_start();
   float4 w[kLoads], x[kLoads];
 #pragma unroll
@@ -38,7 +46,7 @@ __global__ void __launch_bounds__(kNormThreads) normalise_kernel(const __grid_co
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
     const int at = i * kNormThreads + thread;
-    x[i] = at < steps ? row[at] : float4{};
+    x[i] = at < steps ? four_of(row + kNormOwn * at) : float4{};
     sum += x[i].x * x[i].x + x[i].y * x[i].y + x[i].z * x[i].z + x[i].w * x[i].w;
   }
   sum = lanes_sum<kLanes>(sum);
@@ -63,33 +71,42 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-using Matrix = ffi::Buffer<ffi::F32, 2>;
+using Matrix = ffi::AnyBuffer;
 using Vector = ffi::Buffer<ffi::F32, 1>;
 using Rounded = ffi::Buffer<ffi::BF16, 2>;
 
-template <int kLoads = 1>
+template <typename Number, int kLoads = 1>
 cudaError_t launch(const NormArgs& args, int64_t rows, cudaStream_t stream) {
   if constexpr (kLoads < kNormLoads) {
-    if (args.width > kLoads * kNormThreads * kNormOwn) return launch<2 * kLoads>(args, rows, stream);
+    if (args.width > kLoads * kNormThreads * kNormOwn) return launch<Number, 2 * kLoads>(args, rows, stream);
   }
-  return start(normalise_kernel<kLoads>, {dim3(static_cast<unsigned>(rows)), kNormThreads}, follows, stream, args);
+  return start(normalise_kernel<kLoads, Number>, {dim3(static_cast<unsigned>(rows)), kNormThreads}, follows, stream,
+               args);
 }
 
 ffi::Error normalise(cudaStream_t stream, Matrix x, Vector weight, ffi::Result<Rounded> out, int32_t start, float eps) {
-  const int64_t rows = x.dimensions()[0], stride = x.dimensions()[1], width = weight.dimensions()[0];
-  if (const ffi::Error error =
-          check("normalise", {{"x", x, {rows, stride}}, {"weight", weight, {width}}, {"out", *out, {rows, width}}},
-                {{width % kNormOwn == 0 && width <= kNormMax, "up to 8192 columns in fours"},
-                 {start >= 0 && start % kNormOwn == 0 && stride % kNormOwn == 0 && start + width <= stride,
-                  "x has not these columns, in fours"},
+  const int64_t rows = out->dimensions()[0], width = weight.dimensions()[0];
+  ffi::Error error = check("normalise",
+                           {{"x", x, {rows, kAny}, kVectors, {ffi::F32, ffi::BF16}},
+                            {"weight", weight, {width}},
+                            {"out", *out, {rows, width}}},
+                           {{width % kNormOwn == 0 && width <= kNormMax, "up to 8192 columns in fours"}});
+  if (error.failure()) return error;
+  const bool bf16 = x.element_type() == ffi::BF16;
+  const int64_t stride = x.dimensions()[1], size = bf16 ? sizeof(__nv_bfloat16) : sizeof(float);
+  const int64_t step = kAlignment / size;
+  error = check("normalise", {},
+                {{start >= 0 && start % step == 0 && stride % step == 0 && start + width <= stride,
+                  "x has not these columns, in whole 16 bytes"},
                  {stride <= INT32_MAX && rows <= INT32_MAX, "2^31 rows or columns"}});
-      error.failure())
-    return error;
-  if (rows == 0 || width == 0) return ffi::Error::Success();
-  const NormArgs args = {
-      x.typed_data() + start,  weight.typed_data(),      reinterpret_cast<__nv_bfloat16*>(out->untyped_data()),
-      static_cast<int>(width), static_cast<int>(stride), eps};
-  return launched("normalise", launch(args, rows, stream));
+  if (error.failure() || rows == 0 || width == 0) return error;
+  const NormArgs args = {static_cast<const uint8_t*>(x.untyped_data()) + start * size,
+                         weight.typed_data(),
+                         reinterpret_cast<__nv_bfloat16*>(out->untyped_data()),
+                         static_cast<int>(width),
+                         static_cast<int>(stride),
+                         eps};
+  return launched("normalise", bf16 ? launch<__nv_bfloat16>(args, rows, stream) : launch<float>(args, rows, stream));
 }
 
 }  // namespace

@@ -7,11 +7,12 @@
 namespace dsv4 {
 
 struct AppendArgs {
-  const float* values;     // [T, 512], rows `stride` apart
+  const void* values;      // [T, 512] float32 or bf16, rows `stride` apart
   const int32_t* row_ids;  // [T]; null: row t
   EpilogueArgs epilogue;
   RowPool pool;
   int stride;
+  bool bf16;
 };
 
 namespace {
@@ -27,7 +28,9 @@ __global__ void __launch_bounds__(kThreads) append_kernel(const __grid_constant_
   const int token = blockIdx.x, thread = threadIdx.x;
   // All loads at once, and no way out for a row that is not stored: so that none waits for another. No constant ones:
   // see `load_epilogue`.
-  const Float4 v = load4(args.values + static_cast<int64_t>(token) * args.stride + kOwn * thread);
+  const int64_t own = static_cast<int64_t>(token) * args.stride + kOwn * thread;
+  const Float4 v = args.bf16 ? load4(static_cast<const __nv_bfloat16*>(args.values) + own)
+                             : load4(static_cast<const float*>(args.values) + own);
   const int row = args.row_ids == nullptr ? token : args.row_ids[token];
   if constexpr (kEpilogue) {
     __shared__ alignas(16) float shared[kDim];
@@ -49,7 +52,7 @@ ffi::Error append(cudaStream_t stream, ffi::RemainingArgs arguments, ffi::Remain
                   float eps, bool epilogue, bool scatter) {
   Operands operands(arguments);
   AppendArgs args = {};
-  args.values = operands.columns(start, kDim, &args.stride);
+  args.values = operands.columns(start, kDim, &args.stride, &args.bf16);
   const int64_t tokens = operands.rows();
   if (epilogue) {
     read_epilogue(operands, args.epilogue, kDim, tokens);

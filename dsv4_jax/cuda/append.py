@@ -36,7 +36,7 @@ def supports(arguments: AppendArguments) -> str | None:
 def call(arguments: AppendArguments) -> Rows:
     """Computes what `ops.append.reference` does. Raises `ImplementationError`: the CUDA library is not there."""
     epilogue, pool, results = arguments.epilogue, arguments.pool, arguments.results
-    matrix, start = float_columns(arguments.values)
+    matrix, start = float_columns(arguments.values, rounded=True)
     operands, aliases = [matrix], {}
     if epilogue is not None:
         assert arguments.position is not None

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from ..ops.attend import CHUNK, AttendArguments, KernelSplit
 from ..ops.gather import gather_rows
 from ..ops.numerics import rope_tables
+from ..ops.rounded_rows import RoundedRows
 from .calls import declare, launch
 from .widths import BF16_ROW, KV_ROW, WIDTHS, unsupported_rows
 
@@ -113,10 +114,11 @@ def decodes_once(arguments: AttendArguments) -> bool:
     return tokens >= CHUNK and rows <= tokens * min(keys // READS_OF_A_ROW, ROWS_OF_A_TOKEN)
 
 
-def call(arguments: AttendArguments) -> tuple[jax.Array, jax.Array]:
+def call(arguments: AttendArguments) -> tuple[jax.Array | RoundedRows, jax.Array]:
     """Computes what `ops.attend.reference` does.
 
-    Queries are rounded to bf16, as are the softmax weights before the second product.
+    Queries are rounded to bf16, as are the softmax weights before the second product. Over bf16 rows the output comes
+    as `RoundedRows` where it may: rounded to bf16, and that to e4m3.
 
     Raises:
         ImplementationError: the CUDA library is not there.
@@ -138,17 +140,22 @@ def call(arguments: AttendArguments) -> tuple[jax.Array, jax.Array]:
     splits = split_count(window.ids.shape[1], entry_ids.shape[1], of_model, arguments.key_split)
     attributes = dict(scale=float(arguments.scale), splits=splits, most=most, least=least)
     target = "attend_rows" if arguments.fmt.parts == BF16_ROW.parts else "attend"
+    rounded = arguments.rounds and target == "attend_rows"
     results = [jax.ShapeDtypeStruct((tokens, heads, dim), stored), jax.ShapeDtypeStruct((tokens, heads), jnp.float32)]
     units = tokens * -(-heads // HEADS)  # of a token and 64 heads
     if target == "attend_rows":
         blocks = min(units, BLOCKS)
         results.append(jax.ShapeDtypeStruct((blocks, splits - 1, HEADS * dim // 2), jnp.uint32))
+        codes, scales = RoundedRows.shapes(tokens, heads * dim)
+        if rounded:
+            results[0] = jax.ShapeDtypeStruct((tokens, heads, dim), codes.dtype)
+        results.append(scales if rounded else jax.ShapeDtypeStruct((0, scales.shape[1]), scales.dtype))
     else:
         blocks = blocks_of_run(tokens, heads, splits, tile_count(window.ids.shape[1], entry_ids.shape[1]))
         attributes["blocks"] = blocks
         merged = units if splits * blocks > MAX_SPLITS else 0  # by a second kernel
         results.append(jax.ShapeDtypeStruct((merged, splits, SUM_WORDS), jnp.uint32))
-    out, lse, *_ = launch(
+    out, lse, *others = launch(
         target,
         f"dsv4_{target}",
         results,
@@ -163,6 +170,8 @@ def call(arguments: AttendArguments) -> tuple[jax.Array, jax.Array]:
         *tables,
         **attributes,
     )
+    if rounded:
+        return RoundedRows(out.reshape(tokens, heads * dim), others[-1]), lse
     return out.astype(arguments.dtype), lse
 
 

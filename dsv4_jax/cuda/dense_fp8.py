@@ -29,6 +29,7 @@ def call(arguments: DenseFp8Arguments) -> jax.Array:
     Raises:
         ImplementationError: the CUDA library is not there.
     """
+    assert isinstance(arguments.x, jax.Array)
     result = jax.ShapeDtypeStruct((arguments.x.shape[0], arguments.weight_rows), arguments.dtype)
     operands = arguments.x.astype(jnp.bfloat16), arguments.codes, arguments.scales
     settings = dict(groups=arguments.groups, whole_rows=arguments.whole_rows)

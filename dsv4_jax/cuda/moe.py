@@ -46,18 +46,25 @@ def call(arguments: MoeArguments) -> jax.Array:
 IMPLEMENTATION = declare("moe", call, supports, "dsv4_moe")
 
 
-def launch_experts(op: str, arguments: MoeArguments, workspace: Callable[..., int], **settings: Any) -> jax.Array:
-    """Calls an op's handler, whose scratch memory is counted by `workspace`, with further settings of its own."""
+def launch_experts(
+    op: str,
+    arguments: MoeArguments,
+    workspace: Callable[..., int],
+    *others: jax.Array,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    **settings: Any,
+) -> jax.Array:
+    """Calls an op's handler, whose scratch memory is counted by `workspace`, with operands and settings of its own."""
     (tokens, hidden), top = arguments.x.shape, arguments.chosen.shape[1]
     here, inter = arguments.down.shape[0], arguments.inter
     results = (
-        jax.ShapeDtypeStruct((tokens, hidden), jnp.float32),
-        jax.ShapeDtypeStruct((workspace_bytes(tokens, top, hidden, inter, here),), jnp.uint8),
+        jax.ShapeDtypeStruct((tokens, hidden), dtype),
+        jax.ShapeDtypeStruct((workspace(tokens, top, hidden, inter, here),), jnp.uint8),
     )
     share = arguments.share.astype(jnp.float32)
     operands = arguments.x.astype(jnp.bfloat16), arguments.chosen, share, arguments.gate_up, arguments.down
     settings |= dict(first=arguments.first, routed=arguments.routed)
-    return launch(op, f"dsv4_{op}", results, *operands, limit=float(arguments.limit), **settings)[0]
+    return launch(op, f"dsv4_{op}", results, *operands, *others, limit=float(arguments.limit), **settings)[0]
 
 
 def listed_rows(tokens: int, top: int, here: int) -> int:

@@ -29,7 +29,8 @@ def call(arguments: NormaliseArguments) -> jax.Array:
     Raises:
         ImplementationError: the CUDA library is not there.
     """
-    matrix, start = float_columns(arguments.values)
+    # Of bfloat16 a load has twice as many columns.
+    matrix, start = float_columns(arguments.values, STEP, rounded=arguments.weight.shape[0] % (2 * STEP) == 0)
     result = jax.ShapeDtypeStruct(arguments.values.shape, jnp.bfloat16)
     settings = dict(start=start, eps=float(arguments.eps))
     return launch("normalise", "dsv4_normalise", result, matrix, arguments.weight, **settings)

@@ -1,6 +1,7 @@
 """swiglu in the project's own CUDA (`csrc/moe/swiglu.cu`): one launch, rounded to bf16.
 
-With it all between two bf16 products of a step is a kernel of ours, and may be one call (`ops.in_sequence`).
+It takes float32, and bfloat16 as it is. With it all between two bf16 products of a step is a kernel of ours, and may be
+one call (`ops.in_sequence`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ def call(arguments: SwigluArguments) -> jax.Array:
     Raises:
         ImplementationError: the CUDA library is not there.
     """
-    (gate, gate_start), (up, up_start) = float_columns(arguments.gate), float_columns(arguments.up)
+    both = arguments.gate, arguments.up
+    rounded = arguments.gate.shape[1] % (2 * STEP) == 0 and all(values.dtype == jnp.bfloat16 for values in both)
+    (gate, gate_start), (up, up_start) = (float_columns(values, STEP, rounded=rounded) for values in both)
     result = jax.ShapeDtypeStruct(arguments.gate.shape, jnp.bfloat16)
     settings = dict(limit=float(arguments.limit), gate_start=gate_start, up_start=up_start)
     return launch("swiglu", "dsv4_swiglu", result, gate, up, **settings)

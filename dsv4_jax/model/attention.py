@@ -16,13 +16,15 @@ from ..config import AttentionType, DSV4Config
 from ..errors import LayoutError
 from ..layout import CacheLayout
 from ..ops.columns import Values
+from ..ops.dense_e4m3 import dense_e4m3_rounding
 from ..ops.epilogue import Epilogue
 from ..ops.numerics import rope_frequencies
+from ..ops.rounded_rows import RoundedRows
 from ..step import LayerCacheHandle
-from .numerics import linear, matmul, product
+from .numerics import MAX_ROWS, linear, matmul, product
 from .projections import products
 from .weights.params import Params
-from .weights.quantised import Quantised
+from .weights.quantised import Quantised, rounds_rows
 from .weights.split import split_of
 
 __all__ = ["attention", "block_attention", "index_qat_default", "output_projection", "selected_entries"]
@@ -68,6 +70,8 @@ def attention(
         handle = handle.compress(kv, score, epilogue, compressor("indexer.compressor", rotate=qat), ape=ape)
         selected = _selected(handle, of_q["indexer.wq_b"], of_x["indexer.weights_proj"], freq, qat)
 
+    if rounds_rows(p["wo_a"]) and x.shape[0] <= MAX_ROWS:
+        return output_projection(p, handle.attend_rounding(q, p["attn_sink"], selected, inverse_rope=freq), cfg), handle
     # `dtype`: rounded at once to what `matmul` would round it to.
     out, _ = handle.attend(q, p["attn_sink"], selected, inverse_rope=freq, dtype=dtype)
     return output_projection(p, out, cfg), handle
@@ -129,9 +133,9 @@ def _selected(
     return handle.top_k(handle.index_scores(index_q, head_weights, scale=scale))
 
 
-def output_projection(p: Params, out: jax.Array, cfg: DSV4Config) -> jax.Array:
-    """Projects [T, heads, head_dim] to [T, hidden]: each group of consecutive heads to `o_lora_rank`, then all to
-    hidden.
+def output_projection(p: Params, out: jax.Array | RoundedRows, cfg: DSV4Config) -> jax.Array:
+    """Projects [T, heads, head_dim], or rows of that as `attend_rounding` gives them, to [T, hidden]: each group of
+    consecutive heads to `o_lora_rank`, then all to hidden.
 
     Where heads are split over devices, each makes its groups' latents, and all of them the product of all latents: a
     sum of shares of it would depend on the number of devices.
@@ -139,8 +143,14 @@ def output_projection(p: Params, out: jax.Array, cfg: DSV4Config) -> jax.Array:
     split = split_of(p)
     groups = cfg.o_groups // split.tensor
     if isinstance(p["wo_a"], Quantised):
-        latent = product(out.reshape(out.shape[0], -1), p["wo_a"], groups=groups, dtype=jnp.bfloat16)
+        rows = out if isinstance(out, RoundedRows) else out.reshape(out.shape[0], -1)
+        if split.tensor == 1 and rounds_rows(p["wo_a"]) and rounds_rows(p["wo_b"]) and rows.shape[0] <= MAX_ROWS:
+            whole = p["wo_a"].whole_rows
+            latent = dense_e4m3_rounding(rows, *p["wo_a"].parts, groups=groups, whole_rows=whole)
+            return product(latent, p["wo_b"])
+        latent = product(rows, p["wo_a"], groups=groups, dtype=jnp.bfloat16)
         return linear(split.all_columns(latent), p["wo_b"])
+    assert isinstance(out, jax.Array)
     first = p["wo_a"].reshape(groups * cfg.o_lora_rank, -1)
     if first.dtype == jnp.bfloat16:
         dtype = p["wo_b"].dtype  # what the next product takes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,36 +33,50 @@ MAX_TOKENS = 8192  # of a call of `ops.moe`: less than its CUDA kernel takes
 
 def moe(p: Params, x: jax.Array, tokens: jax.Array, cfg: DSV4Config) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """Returns what the experts add to [T, hidden] float of [T] token ids, [T, hidden] float32 of the routed and of the
-    shared; and which routed ones each token chose, [T, k] int32.
+    shared, or bfloat16 of both; and which routed ones each token chose, [T, k] int32.
 
     Experts that stay as released run on the tokens that chose them (`ops.moe`). Others run on every token, and the
     routing weight, mostly zero, picks: the plainest form with static shapes, and exact.
     """
     experts = p["experts"]
-    out, chosen = (_dispatched if isinstance(experts["gate_up"], Quantised) else _everywhere)(p, x, tokens, cfg)
-    if "shared" in p:
-        both, down = products(p["shared"], "of_token", x), p["shared"]["down"]
-        dtype = jnp.bfloat16 if down.dtype == jnp.bfloat16 else jnp.float32  # what `linear` takes
-        shared = linear(ops.swiglu(both["gate"], both["up"], limit=cfg.swiglu_limit, dtype=dtype), down)
-        if rounds_rows(down):
-            return (to_bfloat16(out + shared),), chosen
-        return (out, shared), chosen
-    return (out,), chosen
+    if "shared" in p and rounds_rows(p["shared"]["down"]):
+        shared = _shared(p["shared"], x, cfg)
+        if split_of(p).devices == 1 and rounds_rows(experts["down"]):
+            out, chosen = _dispatched(p, x, tokens, cfg, shared.astype(jnp.bfloat16))
+            return (out,), chosen
+        out, chosen = _routed(p, x, tokens, cfg)
+        return (to_bfloat16(out + shared),), chosen
+    out, chosen = _routed(p, x, tokens, cfg)
+    return (out, _shared(p["shared"], x, cfg)) if "shared" in p else (out,), chosen
 
 
-def _dispatched(p: Params, x: jax.Array, tokens: jax.Array, cfg: DSV4Config) -> tuple[jax.Array, jax.Array]:
+def _routed(p: Params, x: jax.Array, tokens: jax.Array, cfg: DSV4Config) -> tuple[jax.Array, jax.Array]:
+    dispatched = isinstance(p["experts"]["gate_up"], Quantised)
+    return _dispatched(p, x, tokens, cfg) if dispatched else _everywhere(p, x, tokens, cfg)
+
+
+def _shared(p: Params, x: jax.Array, cfg: DSV4Config) -> jax.Array:
+    both, down = products(p, "of_token", x), p["down"]
+    dtype = jnp.bfloat16 if down.dtype == jnp.bfloat16 else jnp.float32  # what `linear` takes
+    return linear(ops.swiglu(both["gate"], both["up"], limit=cfg.swiglu_limit, dtype=dtype), down)
+
+
+def _dispatched(
+    p: Params, x: jax.Array, tokens: jax.Array, cfg: DSV4Config, beside: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
     gate, picks = p["gate"], {"chosen": p["tid2eid"][tokens]} if "tid2eid" in p else {"bias": p["gate_bias"]}
     logits = linear(x, gate, alike=rounds_rows(p["experts"]["down"]))
     chosen, share = ops.route(logits, **picks, top=cfg.num_experts_per_tok, scale=cfg.routed_scaling_factor)
-    experts = ops.moe_e4m3 if rounds_rows(p["experts"]["down"]) else ops.moe
+    experts: Any = ops.moe_e4m3 if rounds_rows(p["experts"]["down"]) else ops.moe
     ((gate_up,), (down,)) = (p["experts"][name].parts for name in ("gate_up", "down"))
     split = split_of(p)
     place = {"first": split.first(down.shape[0]), "routed": cfg.n_routed_experts, "shards": split.data}
 
-    def run(x: jax.Array, chosen: jax.Array, share: jax.Array) -> jax.Array:
-        return experts(x, chosen, share, gate_up, down, limit=cfg.swiglu_limit, **place)
+    def run(x: jax.Array, chosen: jax.Array, share: jax.Array, *beside: jax.Array) -> jax.Array:
+        more = {"beside": beside[0]} if beside else {}
+        return experts(x, chosen, share, gate_up, down, limit=cfg.swiglu_limit, **place, **more)
 
-    every = split.all_tokens(x.astype(jnp.bfloat16), chosen, share)
+    every = split.all_tokens(x.astype(jnp.bfloat16), chosen, share, *(() if beside is None else (beside,)))
     return split.own_sums(in_tiles(run, MAX_TOKENS, *every)), chosen
 
 

@@ -16,6 +16,7 @@ from .. import ops
 from ..errors import ShapeError
 from ..ops.batches import in_tiles
 from ..ops.numerics import unit_rms
+from ..ops.rounded_rows import RoundedRows
 from .weights.params import Params
 from .weights.quantised import FP8, Matrix, Quantised, rounds_rows
 
@@ -42,11 +43,12 @@ def linear(x: jax.Array, weight: Matrix, *, alike: bool = False) -> jax.Array:
 
 
 def product(
-    x: jax.Array, weight: Quantised, *, groups: int = 1, dtype: jax.typing.DTypeLike = jnp.float32
+    x: jax.Array | RoundedRows, weight: Quantised, *, groups: int = 1, dtype: jax.typing.DTypeLike = jnp.float32
 ) -> jax.Array:
     """Does `ops.dense_fp8` for any number of rows: [T, groups * in] -> [T, out] of `dtype`.
 
-    With weights that are held for rows of e4m3 `ops.dense_e4m3`, rounded to bfloat16 (`model/released.py`).
+    With weights that are held for rows of e4m3 `ops.dense_e4m3`, rounded to bfloat16 (`model/released.py`): those alone
+    take rows that are rounded already, up to `MAX_ROWS` of them.
 
     Where the CUDA kernels run a row's bits depend on no other row: in a prefill they are those of a decode step,
     whatever is scheduled beside it. What that costs against a cuBLAS product is in docs/kernels.md.
@@ -59,7 +61,11 @@ def product(
     settings: dict[str, Any] = {"groups": groups, "dtype": jnp.dtype(dtype), "whole_rows": weight.whole_rows}
     if rounds_rows(weight):  # as released results are bfloat16, whatever they are widened to
         settings["dtype"] = jnp.dtype(jnp.bfloat16)
+        if isinstance(x, RoundedRows):
+            return ops.dense_e4m3(x, *weight.parts, **settings).astype(dtype)
         return in_tiles(lambda x: ops.dense_e4m3(x, *weight.parts, **settings), MAX_ROWS, x).astype(dtype)
+    if isinstance(x, RoundedRows):
+        raise ShapeError("a product with these weights takes rows as they are")
     return in_tiles(lambda x: ops.dense_fp8(x, *weight.parts, **settings), MAX_ROWS, x)
 
 

@@ -18,10 +18,12 @@ from .weights.stacking import Stacked, matrices_of
 
 __all__ = ["products"]
 
+TAKEN_ROUNDED = ("wq_a", "wq_b", "gate")  # first matrices of stacks whose products' readers take bfloat16 as it is
+
 
 def products(p: Params, group: str, x: jax.Array) -> Mapping[str, Values]:
     """x [T, in] times every matrix of a group the layer has: name -> [T, out] float32, `Columns` of stacked ones (of
-    queries bfloat16 where products are rounded to it).
+    what takes bfloat16 that, where products are rounded to it).
 
     Of `CHUNK` tokens or more the stacked queries are a `Product` that is still to be made. Beside matrices whose
     products round rows, as the released model's do, all products are alike (`linear`).
@@ -41,8 +43,8 @@ def _columns(stack: Stacked, x: jax.Array, alike: bool) -> dict[str, Values]:
         # A long chunk's queries are multiplied by the kernel that finishes them.
         x, weight = x.astype(stack.weight.dtype), stack.weight
         return {name: Product(x, weight[start : start + width], (width,)) for name, start, width in parts}
-    if stack.names[0] == "wq_b" and rounds_rows(stack.weight):
-        made = product(x, stack.weight, dtype=jnp.bfloat16)  # as which it is made: queries need no wider copy of it
+    if stack.names[0] in TAKEN_ROUNDED and rounds_rows(stack.weight):
+        made = product(x, stack.weight, dtype=jnp.bfloat16)  # as which it is made: they need no wider copy of it
     else:
         made = linear(x, stack.weight, alike=alike)
     return {name: Columns(made, start, (width,)) for name, start, width in parts}

@@ -48,7 +48,11 @@ class SharedEntries(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class AttendArguments:
-    """Holds what an implementation of `attend` is given, as in its arguments."""
+    """Holds what an implementation of `attend` is given, as in its arguments.
+
+    `rounds`: products that round rows take the output, which is bfloat16. An implementation may give it as
+    `RoundedRows` [T, H * dim].
+    """
 
     queries: jax.Array
     sink: jax.Array
@@ -63,6 +67,7 @@ class AttendArguments:
     key_split: KernelSplit = "throughput"
     heads: int | None = None
     shared: SharedEntries | None = None
+    rounds: bool = False
 
     @property
     def empty(self) -> bool:

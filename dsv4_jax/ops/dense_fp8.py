@@ -13,20 +13,26 @@ from ..formats.weights import fp8
 from ..formats.weights.fp8 import BLOCK, TILE_BYTES, TILE_COLUMNS, TILE_ROWS
 from .arguments import Check
 from .registry import Choice, Implementation, run
+from .rounded_rows import RoundedRows
 
 __all__ = ["IMPLEMENTATION", "DenseFp8Arguments", "checked", "dense_fp8", "product", "reference"]
 
 
 @dataclasses.dataclass(frozen=True)
 class DenseFp8Arguments:
-    """Holds what an implementation of `dense_fp8` or of `dense_e4m3` is given, as in their arguments."""
+    """Holds what an implementation of `dense_fp8` or of `dense_e4m3` is given, as in their arguments.
 
-    x: jax.Array
+    `rounds`: products that round rows take the result, which is bfloat16. An implementation of `dense_e4m3` may give it
+    as `RoundedRows`.
+    """
+
+    x: jax.Array | RoundedRows
     codes: jax.Array
     scales: jax.Array
     groups: int
     dtype: jnp.dtype
     whole_rows: int
+    rounds: bool = False
 
     @property
     def empty(self) -> bool:
@@ -77,7 +83,7 @@ def dense_fp8(
 
 def checked(
     op: str,
-    x: jax.Array,
+    x: jax.Array | RoundedRows,
     codes: jax.Array,
     scales: jax.Array,
     groups: int,
@@ -86,7 +92,12 @@ def checked(
 ) -> DenseFp8Arguments:
     """Returns the record of a product of this name; raises as `dense_fp8`."""
     check = Check(op)
-    x = check.array("x", x, "float", "T", "columns")
+    if isinstance(x, RoundedRows) and op == "dense_e4m3":
+        codes_of_x = check.array("x's codes", x.codes, "uint8", "T", "columns")
+        shapes = RoundedRows.shapes(*codes_of_x.shape)
+        x = RoundedRows(codes_of_x, check.array("x's scales", x.scales, "float32", *shapes[1].shape))
+    else:
+        x = check.array("x", x, "float", "T", "columns")
     codes = check.array("codes", codes, "uint8", "tiles", "steps", TILE_BYTES)
     tiles, steps, _ = codes.shape
     scales = check.array("scales", scales, "uint8", -(-tiles * TILE_ROWS // BLOCK), steps)
@@ -108,6 +119,7 @@ def checked(
 
 def reference(arguments: DenseFp8Arguments) -> jax.Array:
     """Computes `dense_fp8` in `jnp`: the weights dequantised, then a product of bf16."""
+    assert isinstance(arguments.x, jax.Array)
     return product(arguments, arguments.x.astype(jnp.bfloat16), fp8.unpack(arguments.codes, arguments.scales)[0])
 
 

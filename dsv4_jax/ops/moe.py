@@ -51,6 +51,7 @@ class MoeArguments:
     first: int
     routed: int
     shards: int
+    beside: jax.Array | None = None
 
     @property
     def empty(self) -> bool:

@@ -7,11 +7,14 @@ those of `formats.weights.fp4_e4m3`: of 128 columns by the matrix unit, then in 
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
 from ..formats.activations import dequantise_rows, quantise_rows, to_bfloat16
 from ..formats.weights import fp4_e4m3
+from .arguments import Check
 from .moe import MoeArguments, Product, checked, gates_and_ups, summed
 from .numerics import clamped_swiglu
 from .registry import Choice, Implementation, run
@@ -30,15 +33,18 @@ def moe_e4m3(
     first: int | jax.Array = 0,
     routed: int | None = None,
     shards: int = 1,
+    beside: jax.Array | None = None,
     implementation: Choice = None,
 ) -> jax.Array:
-    """Each token's experts, added in a fixed order: [T, hidden] float32.
+    """Each token's experts, added in a fixed order: [T, hidden] float32; with something beside them bfloat16.
 
     An expert is down @ (share * silu(min(gate, limit)) * clip(up, -limit, limit)), one that is named twice with the sum
     of both shares.
 
     Args:
         gate_up, down: of the shapes that `ops.moe` takes, packed as `formats.weights.fp4_e4m3` does.
+        beside: [T, hidden] bfloat16, such as the shared expert's: added to the sums, which are then rounded to it.
+            Of all routed experts only: a device's share of the sums is not to be rounded.
         others: as of `ops.moe`.
 
     Raises:
@@ -46,6 +52,9 @@ def moe_e4m3(
         ImplementationError: as every op (`registry.pick`).
     """
     arguments = checked("moe_e4m3", x, chosen, share, gate_up, down, limit, first, routed, shards)
+    if beside is not None:
+        beside = Check("moe_e4m3").array("beside", beside, "bfloat16", *arguments.x.shape)
+        arguments = dataclasses.replace(arguments, beside=beside)
     return run("moe_e4m3", arguments, implementation)
 
 
@@ -58,7 +67,10 @@ def reference(arguments: MoeArguments) -> jax.Array:
         hidden = clamped_swiglu(gate, up, arguments.limit) * share[:, None]
         return to_bfloat16(multiply(_rounded(hidden), 1))
 
-    return summed(arguments, expert, fp4_e4m3)
+    sums = summed(arguments, expert, fp4_e4m3)
+    if arguments.beside is None:
+        return sums
+    return to_bfloat16(sums + arguments.beside.astype(jnp.float32)).astype(jnp.bfloat16)
 
 
 def _rounded(x: jax.Array) -> jax.Array:

@@ -23,8 +23,9 @@ from dsv4_jax.manager.planning import build_plan
 from dsv4_jax.manager.step_shape import StepSequence, shape_for
 from dsv4_jax.ops import Epilogue, attend
 from dsv4_jax.ops.append import WindowView
-from dsv4_jax.ops.attend import CHUNK, SharedEntries, finish_output
+from dsv4_jax.ops.attend import CHUNK, AttendArguments, SharedEntries, finish_output
 from dsv4_jax.ops.gather import gather_rows
+from dsv4_jax.ops.rounded_rows import RoundedRows
 
 from ..ops.arg_specs import ATTEND, ATTEND_V4, AttendSpec
 from ..ops.test_attend import AttendTest, jit_attend, problem
@@ -206,6 +207,24 @@ class TestAttendOnTheGpu(AttendTest):
             expected = jax.jit(finish_output, static_argnames="dtype")(plain, back, dtype)
             np.testing.assert_array_equal(fused, np.asarray(expected))
             np.testing.assert_array_equal(fused_lse, lse)
+
+    @pytest.mark.parametrize("shape", [(7, 64, 128, 300), (5, 130, 70, 1200), (300, 8, 128, 0)])
+    def test_rounds_as_products_do(self, shape: tuple[int, int, int, int]) -> None:
+        """To the codes and scales that the rounded output has, of one head NaN."""
+        spec = AttendSpec(*shape, BF16_ROW)
+        p = problem(spec)
+        p["queries"][1, 2] = np.nan
+        back = (jnp.arange(spec.tokens, dtype=jnp.int32) * 701, jnp.asarray(10_000.0 ** -jnp.linspace(0, 1, 32)))
+        out, lse = self.run(spec, p, jnp.bfloat16, inverse_rope=back)
+        window = WindowView(p["window"], p["window_ids"], p["window_visible"])
+        operands = p["queries"], p["sink"], window, p["entries"], p["entry_ids"], p["entry_count"], 512**-0.5, BF16_ROW
+        asked = AttendArguments(*operands, inverse_rope=back, dtype=jnp.bfloat16, rounds=True)
+        got, got_lse = jax.jit(lambda: kernel.call(asked))()
+        want = RoundedRows.of(jnp.asarray(out).reshape(spec.tokens, -1))
+        assert isinstance(got, RoundedRows)
+        np.testing.assert_array_equal(got.codes, want.codes)
+        np.testing.assert_array_equal(got.scales, want.scales)
+        np.testing.assert_array_equal(got_lse, lse)
 
     @pytest.mark.parametrize("entries", [0, 1, 512, 1024])
     def test_both_key_splits_agree_with_float64(self, entries: int) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax.ops import dense_e4m3
+from dsv4_jax.ops.rounded_rows import RoundedRows
 
 from ..ops.test_dense_e4m3 import MATRICES, DenseE4m3Test, codes_of
 from ..ops.test_dense_fp8 import OnTheGpu
@@ -21,6 +22,12 @@ def test_lowers_to_two_ffi_calls() -> None:
     assert text.count("@dsv4_round_rows") == text.count("@dsv4_dense_e4m3") == 1
     assert "tensor<3x512xbf16>" in text and "tensor<8x4xf32>" in text  # scales by blocks of columns, rows in fours
     assert "groups = 2 : i32" in text and "whole_rows = 512 : i32" in text and "shape = 0 : i32" in text
+
+
+@pytest.mark.usefixtures("assumed_library")
+def test_rows_that_are_rounded_lower_to_one_ffi_call() -> None:
+    text = lowered(3, lambda x, *weights, **options: dense_e4m3(RoundedRows.of(x), *weights, **options))
+    assert text.count("@dsv4_dense_e4m3") == 1 and "@dsv4_round_rows" not in text
 
 
 def test_sizes_are_those_of_the_header() -> None:

@@ -14,7 +14,7 @@ from dsv4_jax import CacheLayout, DSV4Config
 from dsv4_jax.formats import INDEX_FORMATS, KV_FORMATS, Codes, RowFormat, Scales, index_format, kv_format
 from dsv4_jax.manager.planning import build_plan
 from dsv4_jax.manager.step_shape import StepSequence, shape_for
-from dsv4_jax.ops import append
+from dsv4_jax.ops import Columns, Epilogue, append
 from dsv4_jax.ops.append import window_rows, window_view
 from dsv4_jax.ops.gather import gather_rows
 
@@ -38,6 +38,26 @@ class AppendGatherTest(OpTest):
     def test_rows_land_and_come_back(self, fmt: RowFormat) -> None:
         with self.asked(fmt=fmt):
             self.check_rows(fmt)
+
+    @pytest.mark.parametrize("start", [8, 4])
+    def test_bfloat16_is_stored_as_its_float32(self, start: int) -> None:
+        rng = np.random.default_rng(1)
+        matrix, ids = jnp.asarray(rng.standard_normal((6, 1024)), jnp.bfloat16), jnp.arange(6, dtype=jnp.int32)
+        epilogue = Epilogue(jnp.asarray(rng.random(512, np.float32)), jnp.asarray(rng.random(32, np.float32)), 1e-6)
+        for how in ({}, dict(epilogue=epilogue, position=1000 * ids)):
+            got, want = (
+                jit_append(
+                    tuple(np.zeros((6, p.width), p.dtype) for p in V4.parts),
+                    Columns(x, start, (512,)),
+                    ids,
+                    fmt=V4,
+                    implementation=self.implementation,
+                    **how,
+                )
+                for x in (matrix, matrix.astype(jnp.float32))
+            )
+            for one, other in zip(got, want, strict=True):
+                np.testing.assert_array_equal(one, other)
 
     def check_rows(self, fmt: RowFormat) -> None:
         rng = np.random.default_rng(0)

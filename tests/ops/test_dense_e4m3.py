@@ -11,6 +11,8 @@ import pytest
 from dsv4_jax.formats.activations import quantise_rows
 from dsv4_jax.formats.weights.fp8_e4m3 import pack
 from dsv4_jax.ops import dense_e4m3
+from dsv4_jax.ops.dense_e4m3 import dense_e4m3_rounding
+from dsv4_jax.ops.rounded_rows import RoundedRows
 
 from ..oracle import dense as oracle
 from ..oracle import matrix_unit
@@ -23,6 +25,7 @@ MATRICES = {
     "groups": (640, 512, 5),
     "two_parts": (128, 1024, 1),
     "four_parts": (192, 2048, 1),
+    "wide": (512, 256, 2),
 }
 
 
@@ -56,6 +59,32 @@ class DenseE4m3Test(DenseTest):
         x = (x.astype(np.float32) * np.where(small, 2.0**-14, 1)).astype(jnp.bfloat16)
         codes = codes & 0x87 | np.where(small, 0x70, 0x08).astype(np.uint8)  # exponents 7 and -6
         assert 2e-2 < self.rounding(x, codes, scales) < 1e-1
+
+    @pytest.mark.parametrize("rows", [1, 18, 300])
+    def test_rows_that_are_rounded_before(self, rows: int) -> None:
+        x, *weights = self.case("groups", rows)
+        x[0, 5] = np.nan
+        rounded = RoundedRows.of(jnp.asarray(x))
+        assert rounded.scales.shape == (20, -(-rows // 4) * 4) and not rounded.scales[:, rows:].any()
+        got, want = self.run(rounded, *weights, groups=5), self.run(x, *weights, groups=5)
+        np.testing.assert_array_equal(got, want)
+        assert np.isnan(got[0, : got.shape[1] // 5]).all() and not np.isnan(got[1:]).any()
+
+    @pytest.mark.parametrize("rows", [3, 700])
+    @pytest.mark.parametrize("name", ["groups", "two_parts", "four_parts", "wide"])
+    def test_rounds_for_the_next_product(self, name: str, rows: int) -> None:
+        x, *weights = self.case(name, rows)
+        x[1, 5] = np.nan
+        groups = MATRICES[name][2]
+        made = dense_e4m3_rounding(x, *pack(*weights), groups=groups, implementation=self.implementation)
+        plain = jnp.asarray(self.run(x, *weights, groups=groups, dtype=jnp.bfloat16))
+        if plain.shape[1] % (groups * 128) or rows < 512 or self.implementation == "xla":
+            np.testing.assert_array_equal(made.astype(np.float32), plain.astype(np.float32))
+            return
+        assert isinstance(made, RoundedRows)
+        want = RoundedRows.of(plain)
+        np.testing.assert_array_equal(made.codes, want.codes)
+        np.testing.assert_array_equal(made.scales, want.scales)
 
     def rounding(self, x: np.ndarray, codes: np.ndarray, scales: np.ndarray, groups: int = 1) -> float:
         """Compares a product with float64 of the same codes. Returns what rounding the rows costs of it."""

@@ -16,6 +16,7 @@ import pytest
 from dsv4_jax import ops
 from dsv4_jax.errors import ShapeError
 from dsv4_jax.formats.weights.fp8 import pack
+from dsv4_jax.ops.rounded_rows import RoundedRows
 
 from ..oracle import dense as oracle
 from .op_test import OpTest
@@ -44,7 +45,7 @@ class DenseTest(OpTest):
     laid: ClassVar[Callable[..., tuple[jax.Array, jax.Array]]]
     matrices: ClassVar[dict[str, tuple[int, int, int]]]
 
-    def run(self, x: np.ndarray, codes: np.ndarray, scales: np.ndarray, **options: Any) -> np.ndarray:
+    def run(self, x: np.ndarray | RoundedRows, codes: np.ndarray, scales: np.ndarray, **options: Any) -> np.ndarray:
         cls = type(self)
         return np.asarray(cls.multiply(x, *cls.laid(codes, scales), implementation=self.implementation, **options))
 

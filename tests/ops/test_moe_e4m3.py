@@ -59,6 +59,17 @@ class MoeE4m3Test(MoeTest):
         want = released.experts(x.astype(np.float64), chosen, share, weights, LIMIT)
         assert np.linalg.norm(got - want) <= self.tolerance * np.linalg.norm(want)
 
+    def test_what_is_beside_is_added_before_the_sums_are_rounded(self) -> None:
+        (x, chosen, share), packed, _ = self.case(self.tokens)
+        x[2, 17], chosen[2, 0] = np.nan, 2
+        beside = (30 * np.random.default_rng(5).standard_normal(x.shape)).astype(jnp.bfloat16)
+        sums = self.run(x, chosen, share, *packed)
+        how = dict(limit=LIMIT, routed=2 * EXPERTS, implementation=self.implementation)
+        got = np.asarray(type(self).multiply(x, chosen, share, *packed, beside=beside, **how))
+        assert got.dtype == jnp.bfloat16 and np.isnan(got[2]).all()
+        want = (sums + beside.astype(np.float32)).astype(jnp.bfloat16)
+        np.testing.assert_array_equal(got.astype(np.float32), want.astype(np.float32))
+
 
 class TestMoeE4m3(MoeE4m3Test):
     implementation = "xla"

@@ -32,6 +32,19 @@ class NormaliseTest(OpTest):
         assert got.dtype == jnp.bfloat16 and got.shape == want.shape
         np.testing.assert_allclose(got.astype(np.float64), want, rtol=2**-8, atol=1e-6)
 
+    @pytest.mark.parametrize(("start", "width"), [(8, 1024), (0, 4), (4, 512)])
+    def test_bfloat16_is_taken_as_its_float32(self, start: int, width: int) -> None:
+        rng = np.random.default_rng(width)
+        matrix = jnp.asarray(rng.standard_normal((5, 1536)), jnp.bfloat16)
+        weight = rng.standard_normal(width).astype(np.float32)
+        got, want = (
+            jit_normalise(
+                Columns(x, start, (width,)), weight, eps=1e-6, dtype=jnp.bfloat16, implementation=self.implementation
+            )
+            for x in (matrix, matrix.astype(jnp.float32))
+        )
+        np.testing.assert_array_equal(got, want)
+
     def test_alone_and_among_others(self) -> None:
         x = np.random.default_rng(0).standard_normal((40, 1024)).astype(np.float32)
         options = dict(eps=1e-6, dtype=jnp.bfloat16, implementation=self.implementation)

@@ -27,6 +27,16 @@ class SwigluTest(OpTest):
         assert got.dtype == jnp.bfloat16 and got.shape == want.shape
         np.testing.assert_allclose(got.astype(np.float64), want, rtol=2**-8, atol=1e-6)
 
+    @pytest.mark.parametrize("width", [640, 636])
+    def test_bfloat16_is_taken_as_its_float32(self, width: int) -> None:
+        matrix = jnp.asarray(20 * np.random.default_rng(0).standard_normal((5, 2 * width)), jnp.bfloat16)
+        how = dict(limit=10.0, dtype=jnp.bfloat16, implementation=self.implementation)
+        got, want = (
+            jit_swiglu(Columns(x, 0, (width,)), Columns(x, width, (width,)), **how)
+            for x in (matrix, matrix.astype(jnp.float32))
+        )
+        np.testing.assert_array_equal(got, want)
+
 
 class TestSwiglu(SwigluTest):
     implementation = "xla"
