@@ -1,4 +1,4 @@
-"""exchange in the project's own CUDA (`csrc/exchange/exchange.cu`): a launch or more on each GPU; they write to one another."""
+"""exchange in the project's own CUDA (`csrc/exchange/exchange.cu`): launches on each GPU, which write to the others."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from .. import ops
 from ..config import AttentionType, DSV4Config
 from ..errors import LayoutError
 from ..layout import CacheLayout
-from ..ops.columns import Values
+from ..ops.columns import Values, dense
 from ..ops.epilogue import Epilogue
 from ..ops.numerics import rope_frequencies
 from ..step import LayerCacheHandle
@@ -23,7 +23,7 @@ from .numerics import linear, matmul, product
 from .projections import products
 from .weights.params import Params
 from .weights.quantised import Quantised
-from .weights.split import split_of
+from .weights.split import Split, split_of
 
 __all__ = ["attention", "block_attention", "index_qat_default", "output_projection", "selected_entries"]
 
@@ -40,12 +40,12 @@ def attention(
     Args:
         p: the layer's "attn" parameters.
         handle: the layer in the step of these tokens.
-        x: [T, hidden] float, normalised.
+        x: [T, hidden] float, normalised; or [T / n, hidden] of this device's share of the tokens (`Split.own_share`).
         index_qat: rotate indexer queries and keys by a Hadamard matrix and round the queries to
             FP4, as the model was trained; None: as `index_qat_default` says.
 
     Returns:
-        (the layer's output [T, hidden] float32; the handle after the layer's writes: its `step` has the next layer).
+        (the layer's output, as x but float32; the handle after the layer's writes: its `step` has the next layer).
     """
     cfg, attn = handle.layout.cfg, handle.spec.attn
     qat = index_qat_default(handle.layout) if index_qat is None and attn is AttentionType.CSA else bool(index_qat)
@@ -70,7 +70,7 @@ def attention(
 
     # `dtype`: rounded at once to what `matmul` would round it to.
     out, _ = handle.attend(q, p["attn_sink"], selected, inverse_rope=freq, dtype=dtype)
-    return output_projection(p, out, cfg), handle
+    return output_projection(p, out, cfg, shared=x.shape[0] < out.shape[0]), handle
 
 
 def block_attention(
@@ -90,13 +90,29 @@ def block_attention(
 def _projected(
     p: Params, handle: LayerCacheHandle, x: jax.Array
 ) -> tuple[jax.Array, jnp.dtype, Mapping[str, Values], Mapping[str, Values]]:
-    """Returns RoPE frequencies, the dtype of products, and products of x and of the query latent."""
+    """Returns RoPE frequencies, the dtype of products, and products of x and of the query latent, of all tokens."""
     cfg = handle.layout.cfg
     freq = jnp.asarray(rope_frequencies(cfg, handle.spec.attn))
     dtype = jnp.dtype(jnp.bfloat16 if p["wo_a"].dtype == jnp.bfloat16 else jnp.float32)
     of_x = products(p, "of_input", x)
     latent = ops.normalise(of_x["wq_a"], p["q_norm"], eps=cfg.rms_norm_eps, dtype=dtype)
+    if x.shape[0] < handle.plan.num_tokens:
+        of_x, latent = _of_all_shares(split_of(p), of_x, latent)
     return freq, dtype, of_x, products(p, "of_q_latent", latent)
+
+
+def _of_all_shares(
+    split: Split, of_x: Mapping[str, Values], latent: jax.Array
+) -> tuple[Mapping[str, Values], jax.Array]:
+    """Gathers the query latent and the products of x, without those that it was made of."""
+    kept = {name: values for name, values in of_x.items() if name != "wq_a"}
+    kept["wkv"] = dense(kept["wkv"]).astype(jnp.bfloat16)  # as it was made
+    leaves, tree = jax.tree.flatten(kept)
+    different = {id(x): x for x in leaves}  # columns of one matrix have it all
+    latent, *gathered = split.all_shares(latent, *different.values())
+    found = dict(zip(different, gathered, strict=True))
+    kept = jax.tree.unflatten(tree, [found[id(x)] for x in leaves])
+    return kept | {"wkv": kept["wkv"].astype(jnp.float32)}, latent
 
 
 def _queries(p: Params, handle: LayerCacheHandle, of_q: Mapping[str, Values], freq: jax.Array) -> jax.Array:
@@ -129,18 +145,19 @@ def _selected(
     return handle.top_k(handle.index_scores(index_q, head_weights, scale=scale))
 
 
-def output_projection(p: Params, out: jax.Array, cfg: DSV4Config) -> jax.Array:
+def output_projection(p: Params, out: jax.Array, cfg: DSV4Config, *, shared: bool = False) -> jax.Array:
     """Projects [T, heads, head_dim] to [T, hidden]: each group of consecutive heads to `o_lora_rank`, then all to
     hidden.
 
     Where heads are split over devices, each makes its groups' latents, and all of them the product of all latents: a
-    sum of shares of it would depend on the number of devices.
+    sum of shares of it would depend on the number of devices. `shared`: of this device's share of the tokens alone.
     """
     split = split_of(p)
+    gathered = split.own_share_of_columns if shared else split.all_columns
     groups = cfg.o_groups // split.tensor
     if isinstance(p["wo_a"], Quantised):
         latent = product(out.reshape(out.shape[0], -1), p["wo_a"], groups=groups, dtype=jnp.bfloat16)
-        return linear(split.all_columns(latent), p["wo_b"])
+        return linear(gathered(latent), p["wo_b"])
     first = p["wo_a"].reshape(groups * cfg.o_lora_rank, -1)
     if first.dtype == jnp.bfloat16:
         dtype = p["wo_b"].dtype  # what the next product takes
@@ -148,7 +165,7 @@ def output_projection(p: Params, out: jax.Array, cfg: DSV4Config) -> jax.Array:
     else:
         grouped = out.reshape(out.shape[0], groups, -1)
         latent = matmul("tgd,grd->tgr", grouped, first.reshape(groups, cfg.o_lora_rank, -1))
-    return linear(split.all_columns(latent.reshape(out.shape[0], -1)), p["wo_b"])
+    return linear(gathered(latent.reshape(out.shape[0], -1)), p["wo_b"])
 
 
 def index_qat_default(layout: CacheLayout) -> bool:

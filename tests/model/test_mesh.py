@@ -32,7 +32,7 @@ from dsv4_jax import (
 from dsv4_jax.cuda import attend as cuda_attend
 from dsv4_jax.errors import LayoutError, ShapeError
 from dsv4_jax.manager import StepShape
-from dsv4_jax.model.forward import GPU_DECODE_OPTIONS
+from dsv4_jax.model.forward import GPU_DECODE_OPTIONS, heard_layers
 from dsv4_jax.model.head import logits
 from dsv4_jax.model.numerics import linear
 from dsv4_jax.model.weights.deferred import Deferred, make
@@ -172,6 +172,53 @@ def test_weights_as_released_over_four_devices(numerics: Any) -> None:
         CacheLayout(RELEASED, numerics=numerics),
     )
     check(params, layout, mesh_of(2, 2), "forward")
+
+
+@pytest.mark.parametrize(
+    ("split", "names"), [((1, 2), ("prefill", "loop")), ((1, 2), ("forward",)), ((2, 2), ("prefill",))], ids=str
+)
+def test_tokens_of_a_long_step_are_shared_out(
+    monkeypatch: pytest.MonkeyPatch, split: tuple[int, int], names: tuple[str, ...]
+) -> None:
+    """In the released numerics, in every kind of layer; not those of the loop's steps, which are few."""
+    cfg = dataclasses.replace(RELEASED, layer_types=(SWA, CSA, HCA), num_hash_layers=1)
+    layout, kinds = CacheLayout(cfg, numerics="released"), list[str]()
+
+    def noted(op: str, arguments: Any, choice: Any) -> Any:
+        kinds.append(arguments.kind)
+        return registry.run(op, arguments, choice)
+
+    monkeypatch.setattr("dsv4_jax.ops.exchange.run", noted)
+    monkeypatch.setattr("dsv4_jax.model.weights.split.MIN_SHARED_TOKENS", 8)
+    compiled.cache_clear()
+    check(model.init_params(cfg, 0, "released", numerics="released"), layout, mesh_of(*split), *names)
+    assert kinds.count("all_to_all") == 3 and kinds.count("sum_to_all") == (3 if "loop" in names else 0)
+
+
+@pytest.mark.parametrize("of_some", [False, True])
+def test_all_devices_have_what_is_asked_of_shared_tokens(monkeypatch: pytest.MonkeyPatch, of_some: bool) -> None:
+    """Residuals of all tokens or some, those that DSpark's stages hear, and the experts that tokens chose."""
+    cfg, mesh = dataclasses.replace(RELEASED, layer_types=(HCA, SWA)), mesh_of(1, 2)
+    layout = CacheLayout(cfg, numerics="released")
+    params = model.init_params(cfg, 0, "released", numerics="released", mesh=mesh)
+    manager, wanted = KVCacheManager(layout, SIZE), jnp.array([6, 0, 3, 7, 4], jnp.int32) if of_some else None
+    plan = manager.plan_step([(manager.admit_request([7, 9, 250, 4, 77, 8, 1, 30]), 8)])
+
+    def step(params: Any, cache: Any, plan: Any, tokens: jax.Array) -> tuple[Any, Any]:
+        begun = cache.begin(plan)
+        residual, after, experts, heard = heard_layers(params, begun, tokens, None, True, (0,), rows=wanted)
+        return (residual, experts, heard), after.finish()
+
+    def run() -> list[np.ndarray]:
+        cache = init_cache(layout, SIZE, sharding=cache_sharding(layout, mesh))
+        found, _ = shard_step(step, mesh)(params, cache, stack_plans([plan]), manager.plan_tokens(plan))
+        return [np.asarray(x, np.float32) for x in jax.tree.leaves(found)]
+
+    whole = run()
+    monkeypatch.setattr("dsv4_jax.model.weights.split.MIN_SHARED_TOKENS", 8)
+    for one, other in zip(run(), whole, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert [len(x) for x in whole] == [5 if of_some else 8] * 4 + [8] * 5
 
 
 def test_a_checkpoint_goes_to_the_devices_that_need_it(tmp_path: pathlib.Path) -> None:
