@@ -6,6 +6,7 @@ This is what model code that uses the cache looks like: project, `append`, `comp
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 import jax
@@ -66,7 +67,12 @@ def attention(
     if attn is AttentionType.CSA:
         kv, score, epilogue, ape = compressor("compressor")
         handle = handle.compress(kv, score, epilogue, compressor("indexer.compressor", rotate=qat), ape=ape)
-        selected = _selected(handle, of_q["indexer.wq_b"], of_x["indexer.weights_proj"], freq, qat)
+        indexed = of_q["indexer.wq_b"], of_x["indexer.weights_proj"], freq, qat
+        # Along a pool axis each rank has scores of its own entries, of all tokens.
+        if x.shape[0] < handle.plan.num_tokens and handle.cache.pool_axis.name is None:
+            selected = _selected_of_shares(split_of(p), handle, *indexed)
+        else:
+            selected = _selected(handle, *indexed)
 
     # `dtype`: rounded at once to what `matmul` would round it to.
     out, _ = handle.attend(q, p["attn_sink"], selected, inverse_rope=freq, dtype=dtype)
@@ -143,6 +149,19 @@ def _selected(
     index_q = handle.index_queries(queries.reshape(-1, cfg.index_n_heads, cfg.index_head_dim), freq, qat=qat)
     scale = (cfg.index_head_dim * cfg.index_n_heads) ** -0.5
     return handle.top_k(handle.index_scores(index_q, head_weights, scale=scale))
+
+
+def _selected_of_shares(
+    split: Split, handle: LayerCacheHandle, queries: Values, head_weights: Values, freq: jax.Array, qat: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Selects as `_selected` does, each device for its share of the tokens; all have all of it."""
+    plan = handle.plan
+    seq, slot, position = map(split.own_share, map(jnp.asarray, (plan.token_seq, plan.token_slot, plan.token_position)))
+    plan = plan._replace(token_seq=seq, token_slot=slot, token_position=position)
+    own = dataclasses.replace(handle, step=dataclasses.replace(handle.step, plan=plan))
+    queries, head_weights = split.own_share(dense(queries)), split.own_share(dense(head_weights))
+    entries, count = split.all_shares(*_selected(own, queries, head_weights, freq, qat))
+    return entries, count
 
 
 def output_projection(p: Params, out: jax.Array, cfg: DSV4Config, *, shared: bool = False) -> jax.Array:
