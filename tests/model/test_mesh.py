@@ -41,6 +41,7 @@ from dsv4_jax.model.weights.placement import device_bytes, device_specs
 from dsv4_jax.model.weights.quantised import FP8
 from dsv4_jax.model.weights.split import BLOCKS, Split, check_split
 from dsv4_jax.ops import registry
+from dsv4_jax.ops.exchange_buffers import open_exchanges
 
 from . import released, soak_mesh
 from .feeding import V4_WIDTHS
@@ -86,7 +87,9 @@ def mesh_of(data: int, tensor: int, explicit: bool = False) -> jax.sharding.Mesh
     return jax.make_mesh((data, tensor), ("data", "tensor"), (kind, kind), devices=jax.devices()[: data * tensor])
 
 
-def run(params: Any, layout: CacheLayout, names: list[str], shards: list[int], mesh: Any = None) -> Any:
+def run(
+    params: Any, layout: CacheLayout, names: list[str], shards: list[int], mesh: Any = None, peers: Any = ()
+) -> Any:
     """What each step gives, shards concatenated, and the cache: prompts in chunks, a verified draft, decode steps.
 
     Args:
@@ -106,7 +109,7 @@ def run(params: Any, layout: CacheLayout, names: list[str], shards: list[int], m
         scheduled = [[(r, min(r.num_pending, shape.tokens // 2)) for r in pair if r.num_pending] for pair in requests]
         plans = [m.plan_step(s, shape=shape, **reserved) for m, s in zip(managers, scheduled, strict=True)]
         tokens = np.concatenate([m.plan_tokens(p) for m, p in zip(managers, plans, strict=True)])
-        out, cache = compiled(name, mesh)(params, cache, stack_plans(plans), tokens)
+        out, cache = compiled(name, mesh, peers)(params, cache, stack_plans(plans), tokens)
         live = np.concatenate([p.seq_slot > 0 if name == "prefill" else p.token_slot > 0 for p in plans])
         outs.append(
             np.where(live if name == "loop" else live[:, None], np.asarray(out.tokens if name == "loop" else out), 0)
@@ -128,10 +131,10 @@ def run(params: Any, layout: CacheLayout, names: list[str], shards: list[int], m
 
 
 @functools.cache
-def compiled(name: str, mesh: Any) -> Any:
+def compiled(name: str, mesh: Any, peers: Any) -> Any:
     if mesh is None:
         return jax.jit(STEPS[name], donate_argnums=1)
-    return shard_step(STEPS[name], mesh, out_axis=int(name == "loop"))
+    return shard_step(STEPS[name], mesh, out_axis=int(name == "loop"), peers=peers)
 
 
 def check(params: model.Params, layout: CacheLayout, mesh: Any, *names: str) -> None:
@@ -143,8 +146,10 @@ def check(params: model.Params, layout: CacheLayout, mesh: Any, *names: str) -> 
     for device in mesh.devices.flat:
         held = [s.data.nbytes for x in jax.tree.leaves(spread) for s in x.addressable_shards if s.device == device]
         assert sum(held) == predicted
-    with jax.set_mesh(mesh):
-        outs, cache = run(spread, layout, list(names), shards, mesh)
+    with jax.set_mesh(mesh), open_exchanges(mesh) as opened:
+        outs, cache = run(spread, layout, list(names), shards, mesh, tuple(exchange.peers for exchange in opened))
+        for exchange in opened:
+            exchange.check()
     one = model.pack_layers(model.stack_projections(params))
     alone = [run(one, layout, list(names), [shard]) for shard in shards]
     assert all(np.isfinite(out).all() and np.ptp(out) > 0.1 for out in outs)
@@ -245,6 +250,19 @@ def test_several_gpus_give_the_bits_of_one(split: tuple[int, int]) -> None:
     drawn, spread = model.init_params(WIDE, 0, "released", mesh=mesh), model.shard_params(WIDE, params, mesh)
     assert jax.tree.structure(drawn) == jax.tree.structure(spread)
     jax.tree.map(np.testing.assert_array_equal, drawn, spread)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("split", [(1, 2), (2, 2), (1, 4), (1, 8)])
+def test_gpus_that_share_out_tokens_give_the_bits_of_one(
+    monkeypatch: pytest.MonkeyPatch, split: tuple[int, int]
+) -> None:
+    if len(jax.devices()) < math.prod(split):
+        pytest.skip(f"needs {math.prod(split)} devices")
+    monkeypatch.setattr("dsv4_jax.model.weights.split.MIN_SHARED_TOKENS", 8)
+    compiled.cache_clear()
+    params = model.init_params(WIDE, 0, "released", numerics="released")
+    check(params, CacheLayout(WIDE, numerics="released"), mesh_of(*split), "forward", "loop")
 
 
 @pytest.mark.gpu
