@@ -67,12 +67,7 @@ def attention(
     if attn is AttentionType.CSA:
         kv, score, epilogue, ape = compressor("compressor")
         handle = handle.compress(kv, score, epilogue, compressor("indexer.compressor", rotate=qat), ape=ape)
-        indexed = of_q["indexer.wq_b"], of_x["indexer.weights_proj"], freq, qat
-        # Along a pool axis each rank has scores of its own entries, of all tokens.
-        if x.shape[0] < handle.plan.num_tokens and handle.cache.pool_axis.name is None:
-            selected = _selected_of_shares(split_of(p), handle, *indexed)
-        else:
-            selected = _selected(handle, *indexed)
+        selected = _selected(p, handle, of_q["indexer.wq_b"], of_x["indexer.weights_proj"], freq, qat)
 
     # `dtype`: rounded at once to what `matmul` would round it to.
     out, _ = handle.attend(q, p["attn_sink"], selected, inverse_rope=freq, dtype=dtype)
@@ -96,20 +91,26 @@ def block_attention(
 def _projected(
     p: Params, handle: LayerCacheHandle, x: jax.Array
 ) -> tuple[jax.Array, jnp.dtype, Mapping[str, Values], Mapping[str, Values]]:
-    """Returns RoPE frequencies, the dtype of products, and products of x and of the query latent, of all tokens."""
+    """Returns RoPE frequencies, the dtype of products, and products of x and of the query latent.
+
+    Of a share of the tokens: products of all of them, but for those that only the indexer takes; along a pool axis
+    for all, since each rank has scores of its own entries, of all tokens.
+    """
     cfg = handle.layout.cfg
     freq = jnp.asarray(rope_frequencies(cfg, handle.spec.attn))
     dtype = jnp.dtype(jnp.bfloat16 if p["wo_a"].dtype == jnp.bfloat16 else jnp.float32)
     of_x = products(p, "of_input", x)
     latent = ops.normalise(of_x["wq_a"], p["q_norm"], eps=cfg.rms_norm_eps, dtype=dtype)
-    if x.shape[0] < handle.plan.num_tokens:
-        of_x, latent = _of_all_shares(split_of(p), of_x, latent)
-    return freq, dtype, of_x, products(p, "of_q_latent", latent)
+    if x.shape[0] == handle.plan.num_tokens:
+        return freq, dtype, of_x, products(p, "of_q_latent", latent)
+    of_all, latent_of_all = _of_all_shares(split_of(p), of_x, latent)
+    if handle.spec.attn is not AttentionType.CSA or handle.cache.pool_axis.name is not None:
+        return freq, dtype, of_all, products(p, "of_q_latent", latent_of_all)
+    of_q = products(p, "of_q_latent", latent_of_all, ("wq_b",)) | products(p, "of_q_latent", latent, ("indexer.wq_b",))
+    return freq, dtype, of_all | {"indexer.weights_proj": of_x["indexer.weights_proj"]}, of_q
 
 
-def _of_all_shares(
-    split: Split, of_x: Mapping[str, Values], latent: jax.Array
-) -> tuple[Mapping[str, Values], jax.Array]:
+def _of_all_shares(split: Split, of_x: Mapping[str, Values], latent: jax.Array) -> tuple[dict[str, Values], jax.Array]:
     """Gathers the query latent and the products of x, without those that it was made of."""
     kept = {name: values for name, values in of_x.items() if name != "wq_a"}
     kept["wkv"] = dense(kept["wkv"]).astype(jnp.bfloat16)  # as it was made
@@ -139,28 +140,25 @@ def selected_entries(
     """
     qat = index_qat_default(handle.layout) if index_qat is None else index_qat
     freq, _, of_x, of_q = _projected(p, handle, x)
-    return _selected(handle, of_q["indexer.wq_b"], of_x["indexer.weights_proj"], freq, qat)
+    return _selected(p, handle, of_q["indexer.wq_b"], of_x["indexer.weights_proj"], freq, qat)
 
 
 def _selected(
-    handle: LayerCacheHandle, queries: Values, head_weights: Values, freq: jax.Array, qat: bool
+    p: Params, handle: LayerCacheHandle, queries: Values, head_weights: Values, freq: jax.Array, qat: bool
 ) -> tuple[jax.Array, jax.Array]:
-    cfg = handle.layout.cfg
+    """Selects for all tokens; of queries of this device's share of them for these, and all devices have all of it."""
+    cfg, plan, split = handle.layout.cfg, handle.plan, split_of(p)
+    shared = queries.shape[0] < plan.num_tokens
+    if shared:
+        of_tokens = jnp.asarray(plan.token_seq), jnp.asarray(plan.token_slot), jnp.asarray(plan.token_position)
+        seq, slot, position = map(split.own_share, of_tokens)
+        own = plan._replace(token_seq=seq, token_slot=slot, token_position=position)
+        handle = dataclasses.replace(handle, step=dataclasses.replace(handle.step, plan=own))
     index_q = handle.index_queries(queries.reshape(-1, cfg.index_n_heads, cfg.index_head_dim), freq, qat=qat)
     scale = (cfg.index_head_dim * cfg.index_n_heads) ** -0.5
-    return handle.top_k(handle.index_scores(index_q, head_weights, scale=scale))
-
-
-def _selected_of_shares(
-    split: Split, handle: LayerCacheHandle, queries: Values, head_weights: Values, freq: jax.Array, qat: bool
-) -> tuple[jax.Array, jax.Array]:
-    """Selects as `_selected` does, each device for its share of the tokens; all have all of it."""
-    plan = handle.plan
-    seq, slot, position = map(split.own_share, map(jnp.asarray, (plan.token_seq, plan.token_slot, plan.token_position)))
-    plan = plan._replace(token_seq=seq, token_slot=slot, token_position=position)
-    own = dataclasses.replace(handle, step=dataclasses.replace(handle.step, plan=plan))
-    queries, head_weights = split.own_share(dense(queries)), split.own_share(dense(head_weights))
-    entries, count = split.all_shares(*_selected(own, queries, head_weights, freq, qat))
+    entries, count = handle.top_k(handle.index_scores(index_q, head_weights, scale=scale))
+    if shared:
+        entries, count = split.all_shares(entries, count)
     return entries, count
 
 
