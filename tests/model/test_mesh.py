@@ -200,13 +200,18 @@ def test_tokens_of_a_long_step_are_shared_out(
     assert kinds.count("all_to_all") == 3 and kinds.count("sum_to_all") == (3 if "loop" in names else 0)
 
 
-@pytest.mark.parametrize("of_some", [False, True])
-def test_all_devices_have_what_is_asked_of_shared_tokens(monkeypatch: pytest.MonkeyPatch, of_some: bool) -> None:
-    """Residuals of all tokens or some, those that DSpark's stages hear, and the experts that tokens chose."""
-    cfg, mesh = dataclasses.replace(RELEASED, layer_types=(HCA, SWA)), mesh_of(1, 2)
-    layout = CacheLayout(cfg, numerics="released")
+@pytest.mark.parametrize(("of_some", "ranks"), [(False, 1), (True, 1), (False, 2)])
+def test_all_devices_have_what_is_asked_of_shared_tokens(
+    monkeypatch: pytest.MonkeyPatch, of_some: bool, ranks: int
+) -> None:
+    """Residuals of all tokens or some, those that DSpark's stages hear, and the experts that tokens chose; also where
+    the devices share each request's blocks."""
+    cfg, mesh = dataclasses.replace(RELEASED, layer_types=(CSA, SWA)), mesh_of(1, 2)
+    layout = CacheLayout(cfg, numerics="released", key_split="context" if ranks > 1 else "throughput")
+    size = dataclasses.replace(SIZE, pool_ranks=ranks)
+    placed = cache_sharding(layout, mesh, pool_axis="tensor" if ranks > 1 else None)
     params = model.init_params(cfg, 0, "released", numerics="released", mesh=mesh)
-    manager, wanted = KVCacheManager(layout, SIZE), jnp.array([6, 0, 3, 7, 4], jnp.int32) if of_some else None
+    manager, wanted = KVCacheManager(layout, size), jnp.array([6, 0, 3, 7, 4], jnp.int32) if of_some else None
     plan = manager.plan_step([(manager.admit_request([7, 9, 250, 4, 77, 8, 1, 30]), 8)])
 
     def step(params: Any, cache: Any, plan: Any, tokens: jax.Array) -> tuple[Any, Any]:
@@ -215,7 +220,7 @@ def test_all_devices_have_what_is_asked_of_shared_tokens(monkeypatch: pytest.Mon
         return (residual, experts, heard), after.finish()
 
     def run() -> list[np.ndarray]:
-        cache = init_cache(layout, SIZE, sharding=cache_sharding(layout, mesh))
+        cache = init_cache(layout, size, sharding=placed)
         found, _ = shard_step(step, mesh)(params, cache, stack_plans([plan]), manager.plan_tokens(plan))
         return [np.asarray(x, np.float32) for x in jax.tree.leaves(found)]
 
