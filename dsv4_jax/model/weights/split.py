@@ -25,6 +25,7 @@ from ...checks import shown
 from ...config import DSV4Config
 from ...errors import LayoutError
 from ...ops.moe import PARTS
+from ...ops.registry import Choice
 
 __all__ = [
     "ALONE",
@@ -51,6 +52,9 @@ BLOCKS = 8  # of words, into which the head's product is cut: as many as there c
 # Of a step whose tokens are shared out: of fewer, the exchanges that it takes more cost what the shares save.
 MIN_SHARED_TOKENS = 512
 LAST_CHANNEL = 3  # of exchanges that may run beside others
+# Of experts' sums that a device sends another one: of more XLA's collectives leave SMs for the shared expert beside
+# them, where the project's own takes all.
+LONG_BYTES = 8 << 20
 # Of a block, at most, where the matrix stays whole: smaller products of the same rows XLA merges into one again.
 WHOLE_BYTES = 2**25
 
@@ -114,9 +118,9 @@ class Split:
         """Sums [data * T, n] float32 of this device's experts to [T, n] of all experts, for this shard's tokens;
         `shared`: to [T / tensor, n] for this device's share of them."""
         if self.data > 1:
-            sums = ops.sum_to_owner(sums, DATA)
+            sums = ops.sum_to_owner(sums, DATA, implementation=_beside(sums.nbytes // self.data))
         if shared:
-            return ops.sum_to_owner(sums, TENSOR)
+            return ops.sum_to_owner(sums, TENSOR, implementation=_beside(sums.nbytes // self.tensor))
         return ops.sum_to_all(sums, TENSOR) if self.tensor > 1 else sums
 
     def all_columns(self, x: jax.Array, channel: int = 0) -> jax.Array:
@@ -127,6 +131,11 @@ class Split:
     def own_share_of_columns(self, x: jax.Array) -> jax.Array:
         """Sends [T, n] of this device's heads to where the tokens are: [T / tensor, tensor * n] of this one's share."""
         return ops.all_to_all(x, TENSOR)
+
+
+def _beside(message: int) -> Choice:
+    """Returns the implementation of an exchange that the shared expert runs beside."""
+    return "xla" if message > LONG_BYTES else None
 
 
 ALONE = Split()
