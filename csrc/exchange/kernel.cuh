@@ -280,9 +280,14 @@ __global__ void __launch_bounds__(kExchangeThreads, 1) exchange_kernel(const __g
     if (speaks) store_release(&args.sides[other]->flags[parity][args.rank][blockIdx.x], call);
   }
   if (!kSum) {  // what stays here, while the others' words come
-    for (uint32_t number = mine; number < end; number += kExchangeThreads) {
-      const Word word(args, number);
-      word.place(args.rank, args.ranks, word.read(args.rank));
+#pragma unroll 1
+    for (uint32_t first = mine; first < end; first += kStep) {
+      read(args.rank, first);
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const uint32_t number = first + i * kExchangeThreads;
+        if (number < end) Word(args, number).place(args.rank, args.ranks, data[i]);
+      }
     }
   }
   if (!kPackets) {
