@@ -27,7 +27,7 @@ from .numerics import activations
 from .released import is_released, stream_dtype
 from .sampling import Sampled, log_probabilities, sample_rows
 from .weights.params import Params
-from .weights.split import LAST_CHANNEL, TENSOR, Split, split_of
+from .weights.split import TENSOR, Split, split_of
 
 __all__ = [
     "GPU_DECODE_OPTIONS",
@@ -342,7 +342,7 @@ def _of_all_shares(split: Split, residual: Residual, rows: jax.Array | None, oth
         mine = jnp.clip(rows - lax.axis_index(TENSOR) * np.int32(share), 0, share - 1)
         residual = jax.tree.map(lambda x: x[mine], residual)
     leaves, tree = jax.tree.flatten((residual, others))
-    residual, others = jax.tree.unflatten(tree, split.all_shares(*leaves, channel=LAST_CHANNEL))
+    residual, others = jax.tree.unflatten(tree, split.all_shares(*leaves))
     if rows is not None:  # every device has given as many
         of_owner = rows // np.int32(share) * np.int32(rows.size) + jnp.arange(rows.size, dtype=jnp.int32)
         residual = jax.tree.map(lambda x: x[of_owner], residual)

@@ -32,7 +32,6 @@ __all__ = [
     "BLOCKS",
     "DATA",
     "HEAD",
-    "LAST_CHANNEL",
     "MIN_SHARED_TOKENS",
     "ORDER",
     "TENSOR",
@@ -51,7 +50,6 @@ OF_HEADS, HEAD = ("wq_b", "wo_a", "attn_sink"), "head"  # parameters that are di
 BLOCKS = 8  # of words, into which the head's product is cut: as many as there can be devices
 # Of a step whose tokens are shared out: of fewer, the exchanges that it takes more cost what the shares save.
 MIN_SHARED_TOKENS = 512
-LAST_CHANNEL = 3  # of exchanges that may run beside others
 # Of experts' sums that a device sends another one: of more XLA's collectives leave SMs for the shared expert beside
 # them, where the project's own takes all.
 LONG_BYTES = 8 << 20
@@ -105,9 +103,9 @@ class Split:
         count = rows.shape[0] // self.tensor
         return lax.dynamic_slice_in_dim(rows, lax.axis_index(TENSOR) * np.int32(count), count)
 
-    def all_shares(self, *rows: jax.Array, channel: int = 0) -> tuple[jax.Array, ...]:
-        """Gathers [T / tensor, ...] each of this device's share to [T, ...]. `channel`: of the exchange."""
-        return ops.all_gather(rows, TENSOR, channel=channel)
+    def all_shares(self, *rows: jax.Array) -> tuple[jax.Array, ...]:
+        """Gathers [T / tensor, ...] each of this device's share to [T, ...]."""
+        return ops.all_gather(rows, TENSOR)
 
     def all_tokens(self, *rows: jax.Array, shared: bool = False) -> tuple[jax.Array, ...]:
         """Gathers [T, n] each to [data * T, n], the rows of all data shards. `shared`: given those of a share."""
