@@ -32,7 +32,6 @@ __all__ = [
     "BLOCKS",
     "DATA",
     "HEAD",
-    "MIN_SHARED_TOKENS",
     "ORDER",
     "TENSOR",
     "RowShare",
