@@ -1,6 +1,6 @@
 // The exchange between the GPUs of a host as an XLA FFI handler, and the buffers that it needs as plain C calls. One
-// launch, only enqueued: fit for a command buffer. Wrapper and argument meaning: dsv4_jax/cuda/exchange.py and
-// ops/exchange.py.
+// launch, several of a message that is more than a slot holds; only enqueued: fit for a command buffer. Wrapper and
+// argument meaning: dsv4_jax/cuda/exchange.py and ops/exchange.py.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -109,7 +109,7 @@ class Exchange {
     for (size_t i = 0; i < devices_.size(); ++i) to[i] = report(i);
   }
 
-  // The launch of a call on this device, whose parts are in `args`. Empty: it is enqueued.
+  // The launches of a call on this device, whose parts are in `args`. Empty: they are enqueued.
   std::string launch(ExchangeArgs args, int device, int channel, bool sum, cudaStream_t stream) const {
     const auto found = std::find(devices_.begin(), devices_.end(), device);
     if (found == devices_.end()) return "device " + std::to_string(device) + " takes no part in it";
@@ -121,9 +121,7 @@ class Exchange {
       return "rank " + std::to_string(word >> kReportRank & 0xff) + " did not come to an earlier call on channel " +
              std::to_string(word >> kReportChannel & 0xff) + " in time";
     }
-    const int64_t message = int64_t{args.words} * kExchangeWord;
-    const bool packets = message <= packet_bytes_;
-    if (message > slot_bytes_) return "a message of " + std::to_string(message) + " bytes is more than a slot holds";
+    const bool packets = int64_t{args.words} * kExchangeWord <= packet_bytes_;
     for (int rank = 0; rank < ranks_; ++rank) {
       uint8_t* memory = memory_[first + rank] + channel * channel_bytes();
       args.sides[rank] = reinterpret_cast<ExchangeSide*>(memory);
@@ -133,15 +131,22 @@ class Exchange {
     args.report = reports_ + index;
     args.limit_ns = limit_ns_;
     args.rank = static_cast<uint32_t>(index - first), args.ranks = ranks_, args.channel = channel;
-    // As measured: short messages over more SMs than they fill, long ones a word or more a thread.
-    const uint32_t few = std::min<uint32_t>(kFewBlocks, (args.words + kFewWords - 1) / kFewWords);
-    const uint32_t many = std::min<uint32_t>(kExchangeBlocks, args.words / kExchangeThreads);
-    const uint32_t most = std::max(few, many);
-    args.block_words = (args.words + most - 1) / most;
-    const unsigned blocks = (args.words + args.block_words - 1) / args.block_words;
-    kExchangeKernels[sum][packets][granule_of(args)]<<<blocks, kExchangeThreads, 0, stream>>>(args);
-    const cudaError_t error = cudaGetLastError();
-    return error == cudaSuccess ? "" : cudaGetErrorString(error);
+    // What is more than a slot holds goes in several launches, of equal parts.
+    const uint32_t all = args.words, held = static_cast<uint32_t>(slot_bytes_ / kExchangeWord);
+    const uint32_t launches = packets ? 1 : (all + held - 1) / held, words = (all + launches - 1) / launches;
+    for (args.first = 0; args.first < all; args.first += words) {
+      args.words = std::min(words, all - args.first);
+      // As measured: short messages over more SMs than they fill, long ones a word or more a thread.
+      const uint32_t few = std::min<uint32_t>(kFewBlocks, (args.words + kFewWords - 1) / kFewWords);
+      const uint32_t many = std::min<uint32_t>(kExchangeBlocks, args.words / kExchangeThreads);
+      const uint32_t most = std::max(few, many);
+      args.block_words = (args.words + most - 1) / most;
+      const unsigned blocks = (args.words + args.block_words - 1) / args.block_words;
+      kExchangeKernels[sum][packets][granule_of(args)]<<<blocks, kExchangeThreads, 0, stream>>>(args);
+      const cudaError_t error = cudaGetLastError();
+      if (error != cudaSuccess) return cudaGetErrorString(error);
+    }
+    return "";
   }
   int ranks() const { return ranks_; }
 
@@ -223,7 +228,7 @@ namespace {
 namespace ffi = xla::ffi;
 
 // As dsv4_jax.ops.exchange names them.
-constexpr int kGather = 0, kSumToOwner = 1;
+constexpr int kGather = 0, kSumToOwner = 1, kAllToAll = 3;
 
 ffi::Error exchange(cudaStream_t stream, int32_t device, ffi::RemainingArgs operands, ffi::RemainingRets results,
                     int32_t number, int32_t channel, int32_t kind, ffi::Span<const int64_t> runs) {
@@ -234,31 +239,32 @@ ffi::Error exchange(cudaStream_t stream, int32_t device, ffi::RemainingArgs oper
     return refusal("exchange", "1 to 4 operands, as many results and runs");
   ExchangeArgs args = {};
   const size_t ranks = found->ranks();
+  const bool sums = kind != kGather && kind != kAllToAll;
   for (size_t i = 0; i < operands.size(); ++i) {
     const auto in = operands.get<ffi::AnyBuffer>(i);
     const auto result = results.get<ffi::AnyBuffer>(i);
     if (!in.has_value() || !result.has_value()) return refusal("exchange", "no such operand");
     ffi::Result<ffi::AnyBuffer> out = *result;
     const size_t given = in->size_bytes(), made = out->size_bytes();
-    const size_t bytes = kind == kSumToOwner ? made : given;
+    const size_t bytes = kind == kSumToOwner ? made : kind == kAllToAll ? given / ranks : given;
     const bool fits = kind == kGather       ? made == given * ranks
                       : kind == kSumToOwner ? given == made * ranks
+                      : kind == kAllToAll   ? given == made && given % ranks == 0
                                             : given == made;
-    const bool summed = kind == kGather || in->element_type() == ffi::F32;
-    if (!fits || !summed || in->element_type() != out->element_type() || bytes == 0 || bytes > UINT32_MAX / 2 ||
-        bytes % 2 != 0 || runs[i] <= 0 || bytes % runs[i] != 0)
+    if (!fits || (sums && in->element_type() != ffi::F32) || in->element_type() != out->element_type() || bytes == 0 ||
+        bytes > UINT32_MAX / 2 || bytes % 2 != 0 || runs[i] <= 0 || bytes % runs[i] != 0)
       return refusal("exchange", "shapes or types do not agree");
     ExchangePart& part = args.parts[args.num_parts++];
     part.in = static_cast<const uint8_t*>(in->untyped_data());
     part.out = static_cast<uint8_t*>(out->untyped_data());
-    part.stride = kind == kSumToOwner ? static_cast<int64_t>(bytes) : 0;
+    part.stride = kind == kSumToOwner || kind == kAllToAll ? static_cast<int64_t>(bytes) : 0;
     part.bytes = static_cast<uint32_t>(bytes);
     part.run = static_cast<uint32_t>(runs[i]);
     part.first_word = args.words;
     if (part.run != part.bytes && part.run % kExchangeWord != 0) return refusal("exchange", "runs are whole words");
     args.words += static_cast<uint32_t>((bytes + kExchangeWord - 1) / kExchangeWord);
   }
-  const std::string problem = found->launch(args, device, channel, kind != kGather, stream);
+  const std::string problem = found->launch(args, device, channel, sums, stream);
   return problem.empty() ? ffi::Error::Success() : ffi::Error::Internal("exchange: " + problem);
 }
 

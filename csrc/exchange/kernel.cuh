@@ -51,7 +51,7 @@ struct ExchangeArgs {
   int64_t slot_bytes;  // of words with flags and of packets there are slots of their own: neither looks like the other
   uint64_t limit_ns;
   uint32_t num_parts;
-  uint32_t words, block_words;  // of a message, and of a block's part of it
+  uint32_t first, words, block_words;  // of the message: this launch's first one and how many, and of a block's part
   uint32_t rank, ranks, channel;
 };
 
@@ -218,7 +218,8 @@ __global__ void __launch_bounds__(kExchangeThreads, 1) exchange_kernel(const __g
   constexpr uint32_t kStep = kBatch * kExchangeThreads;
   __shared__ uint32_t shared_call, shared_missing;
   ExchangeSide* side = args.sides[args.rank];
-  const uint32_t begin = blockIdx.x * args.block_words, end = min(begin + args.block_words, args.words);
+  const uint32_t begin = args.first + blockIdx.x * args.block_words;
+  const uint32_t end = min(begin + args.block_words, args.first + args.words);
   const uint32_t mine = begin + threadIdx.x;  // this thread's words: every kExchangeThreads-th from here on
   if (threadIdx.x == 0) {
     shared_call = load_relaxed(&side->calls[blockIdx.x]) + 1;
@@ -256,7 +257,7 @@ __global__ void __launch_bounds__(kExchangeThreads, 1) exchange_kernel(const __g
       for (int i = 0; i < kBatch; ++i) {
         const uint32_t word = first + i * kExchangeThreads;
         if (word >= end) continue;
-        uint8_t* at = slot + int64_t{word} * kExchangeWord;
+        uint8_t* at = slot + int64_t{word - args.first} * kExchangeWord;
         if (kPackets) {  // the halves of words apart: neighbouring threads write neighbouring bytes
           store_packets(at, data[i].x, data[i].y, call);
           store_packets(at + args.slot_bytes / 2, data[i].z, data[i].w, call);
@@ -279,9 +280,14 @@ __global__ void __launch_bounds__(kExchangeThreads, 1) exchange_kernel(const __g
     if (speaks) store_release(&args.sides[other]->flags[parity][args.rank][blockIdx.x], call);
   }
   if (!kSum) {  // what stays here, while the others' words come
-    for (uint32_t number = mine; number < end; number += kExchangeThreads) {
-      const Word word(args, number);
-      word.place(args.rank, args.ranks, word.read(args.rank));
+#pragma unroll 1
+    for (uint32_t first = mine; first < end; first += kStep) {
+      read(args.rank, first);
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const uint32_t number = first + i * kExchangeThreads;
+        if (number < end) Word(args, number).place(args.rank, args.ranks, data[i]);
+      }
     }
   }
   if (!kPackets) {
@@ -302,7 +308,7 @@ __global__ void __launch_bounds__(kExchangeThreads, 1) exchange_kernel(const __g
   const auto receive = [&](uint32_t source, uint32_t word) -> uint4 {
     const uint4 nothing = {~0u, ~0u, ~0u, ~0u};
     if (missing) return nothing;
-    const uint8_t* at = slot_of(args.rank, source) + int64_t{word} * kExchangeWord;
+    const uint8_t* at = slot_of(args.rank, source) + int64_t{word - args.first} * kExchangeWord;
     if (!kPackets) return load_word(at);
     uint4 found;
     Patience patience(args, side);

@@ -223,8 +223,16 @@ def _measured(
         return masks.sum(2).max(1).tolist(), float(masks.sum() / number)
 
     experts, report["experts"] = counted(chosen_experts, cfg.num_layers)
+    shared = options.numerics == "released" and split.shares_tokens(options.batch // split.data * options.fed)
     parts = model_floors(
-        layout, experts, options.batch, options.context, split, options.fed, verified=options.drafts > 0
+        layout,
+        experts,
+        options.batch,
+        options.context,
+        split,
+        options.fed,
+        verified=options.drafts > 0,
+        shared=shared,
     )
     of_drafts = []
     if options.drafts and cfg.dspark is not None:
@@ -333,6 +341,7 @@ def model_floors(
     chunk: int = 1,
     *,
     verified: bool = False,
+    shared: bool = False,
 ) -> list[StepPart]:
     """Returns the parts of one step of a device: every weight that the tokens need, every visible row, the streams
     between blocks.
@@ -347,16 +356,19 @@ def model_floors(
         batch: requests on all devices.
         chunk: tokens of each in the step.
         verified: all of them have logits, not the last of each request alone.
+        shared: devices along `tensor` share out the tokens (`Split.shares_tokens`): what matrices that each of them has
+            whole multiply, and streams, are of a share.
     """
     cfg, everyone, batch = layout.cfg, batch * chunk, batch // split.data
     tokens = batch * chunk
     specs = param_specs(cfg, RELEASED)
-    sums = _of_layers(cfg, specs["layers"], experts, tokens, everyone, split)
-    _add(sums["plain"], tokens, specs["hc_head"], specs["norm"])
+    own = tokens // split.tensor if shared else tokens
+    sums = _of_layers(cfg, specs["layers"], experts, tokens, everyone, split, own)
+    _add(sums["plain"], own, specs["hc_head"], specs["norm"])
     embedding = specs["embed"]
-    sums["plain"][0] += tokens * embedding.shape[1] * embedding.dtype.itemsize
+    sums["plain"][0] += own * embedding.shape[1] * embedding.dtype.itemsize
     with_logits = tokens if verified else batch
-    streams = 4 * cfg.num_layers * tokens * 4 * cfg.hc_mult * cfg.hidden_size
+    streams = 4 * cfg.num_layers * own * 4 * cfg.hc_mult * cfg.hidden_size
     return [
         *(StepPart(name, *both) for name, both in sums.items()),
         _head(cfg, "head", with_logits, split),
@@ -386,7 +398,7 @@ def draft_floors(
     *_, last = stages = specs[MTP]
     pairs = last["markov"]["w2"]
     alike = [{name: stage[name] for name in stages[1]} for stage in stages]  # the second has what all have
-    sums = _of_layers(cfg, alike, experts, tokens, everyone, split)
+    sums = _of_layers(cfg, alike, experts, tokens, everyone, split, tokens)
     sums["fp8"][0] += sum(math.prod(part.shape) for part in stages[0]["main_proj"].parts)
     _add(sums["plain"], tokens, stages[0]["main_norm"], last["hc_head"], last["norm"])
     sums["plain"][0] += 2 * batch * cfg.hidden_size * specs["embed"].dtype.itemsize  # the last token, and the noise
@@ -415,19 +427,26 @@ def _head(cfg: DSV4Config, name: str, rows: int, split: Split) -> StepPart:
 
 
 def _of_layers(
-    cfg: DSV4Config, specs: Sequence[Params], experts: Sequence[int], tokens: int, everyone: int, split: Split
+    cfg: DSV4Config,
+    specs: Sequence[Params],
+    experts: Sequence[int],
+    tokens: int,
+    everyone: int,
+    split: Split,
+    own: int,
 ) -> dict[str, list[int]]:
     """Sums the bytes and FLOPs of layers by how weights are stored.
 
     Args:
         specs, experts: of each layer, and how many of a device's experts it reads.
         tokens, everyone: of a data shard, and of all of them.
+        own: tokens that matrices multiply which are whole on each device.
     """
     sums = {name: [0, 0] for name in ("fp8", "fp4", "plain")}
 
-    def add(name: str, bytes_: int, multiplied: int = 0) -> None:
+    def add(name: str, bytes_: int, multiplied: int = 0, rows: int = own) -> None:
         sums[name][0] += bytes_
-        sums[name][1] += 2 * tokens * multiplied
+        sums[name][1] += 2 * rows * multiplied
 
     for layer, used in zip(specs, experts, strict=True):
         for path, leaf in jax.tree_util.tree_leaves_with_path(layer, is_leaf=is_leaf):
@@ -440,9 +459,9 @@ def _of_layers(
                     sums["fp4"][1] += 2 * everyone * (size // each) * cfg.num_experts_per_tok // split.devices
                 else:
                     parts = parts_of(path, split)
-                    add("fp8", bytes_ // parts, size // parts)
+                    add("fp8", bytes_ // parts, size // parts, tokens if parts > 1 else own)
             elif name == "tid2eid":
-                add("plain", tokens * leaf.shape[1] * leaf.dtype.itemsize)
+                add("plain", own * leaf.shape[1] * leaf.dtype.itemsize)
             else:
                 add("plain", size * leaf.dtype.itemsize, size if len(leaf.shape) > 1 and name != "ape" else 0)
     return sums

@@ -1,4 +1,4 @@
-"""exchange in the project's own CUDA (`csrc/exchange/exchange.cu`): one launch a GPU; they write to one another."""
+"""exchange in the project's own CUDA (`csrc/exchange/exchange.cu`): launches on each GPU, which write to the others."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from typing import Any
 import jax
 import numpy as np
 
+from ..checks import INT32_MAX
 from ..former_names import former_name
 from ..ops.exchange import ExchangeArguments, Peers
 from .calls import declare, launch
 
-__all__ = ["IMPLEMENTATION", "MAX_ARRAYS", "call", "supports"]
+__all__ = ["IMPLEMENTATION", "MAX_ARRAYS", "MAX_BYTES", "call", "supports"]
 
 MAX_ARRAYS = 4
+MAX_BYTES = INT32_MAX  # of a message
 _WORD = 16  # bytes; each array of a message begins with one
-_KINDS = {"gather": 0, "sum_to_owner": 1, "sum_to_all": 2}
+_KINDS = {"gather": 0, "sum_to_owner": 1, "sum_to_all": 2, "all_to_all": 3}
 _DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "int32", "uint32", "int16", "uint16", "int8", "uint8")
 
 
@@ -25,8 +27,10 @@ def _messages(arguments: ExchangeArguments, peers: Peers) -> list[tuple[int, int
     found = []
     for array in arguments.arrays:
         message = run = array.size * array.dtype.itemsize
-        if arguments.kind == "sum_to_owner":
+        if arguments.kind in ("sum_to_owner", "all_to_all"):
             message = run = message // peers.size
+        if arguments.kind == "all_to_all":
+            run = array.shape[1] * array.dtype.itemsize
         elif arguments.kind == "gather":
             run = math.prod(array.shape[arguments.dimension :]) * array.dtype.itemsize
         found.append((message, run))
@@ -46,8 +50,8 @@ def supports(arguments: ExchangeArguments) -> str | None:
         if run != message and run % _WORD:
             return f"it joins runs of a multiple of {_WORD} bytes along dimensions after the first, not of {run}"
         total += -(-message // _WORD) * _WORD
-    if total > arguments.peers.slot_bytes:
-        return f"it sends up to {arguments.peers.slot_bytes} bytes to a device (slot_bytes), not {total}"
+    if total > MAX_BYTES:
+        return f"it sends up to {MAX_BYTES} bytes to a device, not {total}"
     return None
 
 
@@ -64,8 +68,10 @@ def call(arguments: ExchangeArguments) -> tuple[jax.Array, ...]:
         shape = list(array.shape)
         if kind == "gather":
             shape[arguments.dimension] *= peers.size
-        elif kind == "sum_to_owner":
+        elif kind in ("sum_to_owner", "all_to_all"):
             shape[0] //= peers.size
+        if kind == "all_to_all":
+            shape[1] *= peers.size
         results.append(jax.ShapeDtypeStruct(tuple(shape), array.dtype))
     runs = np.array([run for _, run in _messages(arguments, peers)], np.int64)
     numbers = dict(exchange=peers.number, channel=arguments.channel, kind=_KINDS[kind], runs=runs)

@@ -24,9 +24,10 @@ from .head import head
 from .hyper_connections import Residual, behind, read
 from .moe import moe
 from .numerics import activations
-from .released import stream_dtype
+from .released import is_released, stream_dtype
 from .sampling import Sampled, log_probabilities, sample_rows
 from .weights.params import Params
+from .weights.split import TENSOR, Split, split_of
 
 __all__ = [
     "GPU_DECODE_OPTIONS",
@@ -94,8 +95,8 @@ def prefill(
 ) -> tuple[jax.Array, KVCache]:
     """Runs a step as `forward` does; gives the logits of each sequence's last token only, [B, vocab]."""
     step = cache.begin(plan, implementation)
-    residual, step, _ = layers(params, step, tokens, index_qat)
-    return head(params, _last(residual, step.plan), cache.layout.cfg, implementation), step.finish()
+    residual, step, _ = layers(params, step, tokens, index_qat, rows=_last(step.plan))
+    return head(params, residual, cache.layout.cfg, implementation), step.finish()
 
 
 def sample_step(
@@ -132,9 +133,9 @@ def sample_step(
     Raises as `prefill` and `sample`.
     """
     step = cache.begin(plan, implementation)
-    residual, step, experts = layers(params, step, tokens, index_qat, routed_experts)
     plan = step.plan
-    logits = head(params, _last(residual, plan), cache.layout.cfg, implementation)
+    residual, step, experts = layers(params, step, tokens, index_qat, routed_experts, rows=_last(plan))
+    logits = head(params, residual, cache.layout.cfg, implementation)
     position = jnp.maximum(plan.seq_start + plan.seq_count - np.int32(1), 0)
     asked: dict[str, Any] = dict(masks=masks, biases=biases, logprobs=logprobs, top=top, implementation=implementation)
     drawn = sample_rows(logits, plan.seq_slot, position, sampling, counts, **asked)
@@ -188,10 +189,9 @@ def score_step(
     return scored._replace(experts=experts), step.finish()
 
 
-def _last(residual: Residual, plan: StepPlan) -> Residual:
-    """Of each sequence's last token."""
-    last = jnp.maximum(jnp.asarray(plan.seq_first) + plan.seq_count - np.int32(1), 0)
-    return jax.tree.map(lambda x: x[last], residual)
+def _last(plan: StepPlan) -> jax.Array:
+    """Where each sequence's last token is."""
+    return jnp.maximum(jnp.asarray(plan.seq_first) + plan.seq_count - np.int32(1), 0)
 
 
 def decode_step(
@@ -276,14 +276,18 @@ def layers(
     tokens: jax.Array,
     index_qat: bool | None,
     routed_experts: bool = False,
+    *,
+    rows: jax.Array | None = None,
 ) -> tuple[Residual, CacheStep[KVCache], jax.Array | None]:
     """The backbone's layers of a step, which has not ended then: the residual after the last one, the step, and if
     `routed_experts` those that each token chose in each layer, [T, layers, k] int16, -1 of padding.
 
+    `rows`: [N] int32, of the tokens whose residual is wanted; None: of all, in their order.
+
     Raises:
         ShapeError: `tokens` does not match the plan.
     """
-    residual, after, experts, _ = heard_layers(params, step, tokens, index_qat, routed_experts, ())
+    residual, after, experts, _ = heard_layers(params, step, tokens, index_qat, routed_experts, (), rows=rows)
     return residual, after, experts
 
 
@@ -294,14 +298,23 @@ def heard_layers(
     index_qat: bool | None,
     routed_experts: bool,
     heard: Sequence[int],
+    *,
+    rows: jax.Array | None = None,
 ) -> tuple[Residual, CacheStep[KVCache], jax.Array | None, list[Residual]]:
-    """Runs the layers as `layers` does; also gives the residual behind each of the layers that are `heard`."""
-    cfg, dtype = step.layout.cfg, activations(params)
-    check_tokens(tokens, step.plan.num_tokens)
+    """Runs the layers as `layers` does; also gives the residual behind each of the layers that are `heard`.
+
+    Of many tokens each device along `tensor` has the residuals of its share of them, from the first layer to the last,
+    if products are alike whatever the number of their rows.
+    """
+    cfg, dtype, count = step.layout.cfg, activations(params), step.plan.num_tokens
+    check_tokens(tokens, count)
+    split = split_of(params["layers"][0]["attn"])
+    shared = is_released(params) and split.shares_tokens(count)
 
     def run() -> tuple[Residual, CacheStep[KVCache], list[jax.Array], list[Residual]]:
         # All weights, not only what goes into the cache: of kernels without a gradient jax has words of its own.
-        residual, after, chosen, behind = without_gradient(embed(params, tokens, cfg)), step, [], []
+        own = split.own_share(tokens) if shared else tokens
+        residual, after, chosen, behind = without_gradient(embed(params, own, cfg)), step, [], []
         for i, p in enumerate(without_gradient(params["layers"])):
             residual, handle, experts = block(p, after.layer(i), residual, tokens, dtype, index_qat=index_qat)
             after = handle.step
@@ -309,11 +322,31 @@ def heard_layers(
             behind += [residual] if i in heard else []
         return residual, after, chosen, behind
 
-    residual, after, chosen, behind = joined(run, step.plan.num_tokens)()
-    if not routed_experts:
-        return residual, after, None, behind
-    there = jnp.asarray(step.plan.token_slot)[:, None, None] > 0
-    return residual, after, jnp.where(there, jnp.stack(chosen, 1), np.int32(-1)).astype(jnp.int16), behind
+    residual, after, chosen, behind = joined(run, count)()
+    experts = jnp.stack(chosen, 1) if routed_experts else None
+    if shared:
+        residual, (experts, behind) = _of_all_shares(split, residual, rows, (experts, behind))
+    elif rows is not None:
+        residual = jax.tree.map(lambda x: x[rows], residual)
+    if experts is not None:
+        there = jnp.asarray(step.plan.token_slot)[:, None, None] > 0
+        experts = jnp.where(there, experts, np.int32(-1)).astype(jnp.int16)
+    return residual, after, experts, behind
+
+
+def _of_all_shares(split: Split, residual: Residual, rows: jax.Array | None, others: T) -> tuple[Residual, T]:
+    """Gathers in one exchange what devices have of their shares of the tokens: the residual, if `rows` of these tokens
+    alone, and other arrays."""
+    share = residual.streams.shape[0]
+    if rows is not None:
+        mine = jnp.clip(rows - lax.axis_index(TENSOR) * np.int32(share), 0, share - 1)
+        residual = jax.tree.map(lambda x: x[mine], residual)
+    leaves, tree = jax.tree.flatten((residual, others))
+    residual, others = jax.tree.unflatten(tree, split.all_shares(*leaves))
+    if rows is not None:  # every device has given as many
+        of_owner = rows // np.int32(share) * np.int32(rows.size) + jnp.arange(rows.size, dtype=jnp.int32)
+        residual = jax.tree.map(lambda x: x[of_owner], residual)
+    return residual, others
 
 
 def block(

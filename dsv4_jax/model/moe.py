@@ -33,7 +33,8 @@ MAX_TOKENS = 8192  # of a call of `ops.moe`: less than its CUDA kernel takes
 
 def moe(p: Params, x: jax.Array, tokens: jax.Array, cfg: DSV4Config) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """Returns what the experts add to [T, hidden] float of [T] token ids, [T, hidden] float32 of the routed and of the
-    shared, or bfloat16 of both; and which routed ones each token chose, [T, k] int32.
+    shared, or bfloat16 of both; and which routed ones each token chose, [T, k] int32. All but the ids may be of this
+    device's share of the tokens (`Split.own_share`).
 
     Experts that stay as released run on the tokens that chose them (`ops.moe`). Others run on every token, and the
     routing weight, mostly zero, picks: the plainest form with static shapes, and exact.
@@ -64,20 +65,22 @@ def _shared(p: Params, x: jax.Array, cfg: DSV4Config) -> jax.Array:
 def _dispatched(
     p: Params, x: jax.Array, tokens: jax.Array, cfg: DSV4Config, beside: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
+    split, shared = split_of(p), x.shape[0] < tokens.shape[0]
+    tokens = split.own_share(tokens) if shared else tokens
     gate, picks = p["gate"], {"chosen": p["tid2eid"][tokens]} if "tid2eid" in p else {"bias": p["gate_bias"]}
     logits = linear(x, gate, alike=rounds_rows(p["experts"]["down"]))
     chosen, share = ops.route(logits, **picks, top=cfg.num_experts_per_tok, scale=cfg.routed_scaling_factor)
     experts: Any = ops.moe_e4m3 if rounds_rows(p["experts"]["down"]) else ops.moe
     ((gate_up,), (down,)) = (p["experts"][name].parts for name in ("gate_up", "down"))
-    split = split_of(p)
     place = {"first": split.first(down.shape[0]), "routed": cfg.n_routed_experts, "shards": split.data}
 
     def run(x: jax.Array, chosen: jax.Array, share: jax.Array, *beside: jax.Array) -> jax.Array:
         more = {"beside": beside[0]} if beside else {}
         return experts(x, chosen, share, gate_up, down, limit=cfg.swiglu_limit, **place, **more)
 
-    every = split.all_tokens(x.astype(jnp.bfloat16), chosen, share, *(() if beside is None else (beside,)))
-    return split.own_sums(in_tiles(run, MAX_TOKENS, *every)), chosen
+    given = (x.astype(jnp.bfloat16), chosen, share, *(() if beside is None else (beside,)))
+    every = split.all_tokens(*given, shared=shared)
+    return split.own_sums(in_tiles(run, MAX_TOKENS, *every), shared=shared), chosen
 
 
 def _everywhere(p: Params, x: jax.Array, tokens: jax.Array, cfg: DSV4Config) -> tuple[jax.Array, jax.Array]:

@@ -21,7 +21,7 @@ from .dense_e4m3 import dense_e4m3
 from .dense_fp8 import dense_fp8
 from .entry_rows import entry_rows
 from .epilogue import Epilogue
-from .exchange import all_gather, sum_to_all, sum_to_owner
+from .exchange import all_gather, all_to_all, sum_to_all, sum_to_owner
 from .exchange_buffers import Exchange
 from .gather import gather_rows
 from .hyper_connection import hyper_connection
@@ -45,6 +45,7 @@ __all__ = [
     "Exchange",
     "WindowView",
     "all_gather",
+    "all_to_all",
     "append",
     "attend",
     "compress_csa",

@@ -1,4 +1,5 @@
-"""all_gather, sum_to_owner and sum_to_all: what devices of a mesh have of one another, inside `jax.shard_map`.
+"""all_gather, all_to_all, sum_to_owner and sum_to_all: what devices of a mesh have of one another, inside
+`jax.shard_map`.
 
 The sums have one order whatever the number of devices n: neighbours first, then neighbours of those. So for n = 2, 4 or
 8 they have the bits of one device that adds its operands the same way.
@@ -28,6 +29,7 @@ __all__ = [
     "ExchangeArguments",
     "Peers",
     "all_gather",
+    "all_to_all",
     "reference",
     "sum_in_pairs",
     "sum_to_all",
@@ -35,10 +37,12 @@ __all__ = [
     "using",
 ]
 
-Kind = Literal["gather", "sum_to_owner", "sum_to_all"]
+Kind = Literal["gather", "all_to_all", "sum_to_owner", "sum_to_all"]
 Axes = str | tuple[str, ...]
 # Of a sum for all: what a second exchange takes, about 3 us, more than two devices save with it from here on.
 ONE_SHOT_BYTES = 512 << 10
+# Of several arrays that XLA gathers in one collective: more take longer to be put side by side than a collective more.
+ONE_COLLECTIVE_BYTES = 1 << 20
 _SHARE = 4  # float32 of the kernel's 16-byte words
 
 
@@ -50,7 +54,7 @@ class Peers:
         number: of the exchange in this process.
         axes: of the mesh; their devices exchange.
         size: devices along them.
-        slot_bytes: that a device sends another one in a call, at most.
+        slot_bytes: that a device sends another one in a launch, at most.
         channels: calls that may be under way at the same time.
     """
 
@@ -127,6 +131,29 @@ def all_gather(
     return _exchange(arrays, "gather", axes, dimension, peers, channel, implementation)
 
 
+def all_to_all(
+    x: jax.Array, axes: Axes, *, peers: Peers | None = None, channel: int = 0, implementation: Choice = None
+) -> jax.Array:
+    """Returns each of the n devices its own part of the rows, with the columns of all of them. Otherwise as
+    `all_gather`.
+
+    Args:
+        x: [n * T, C] of any type: rows r * T to r * T + T - 1 are those of device r.
+
+    Returns:
+        [T, n * C], the columns in the order of the devices that had them.
+
+    Raises:
+        ShapeError: x is no matrix, its rows do not divide by n, or as `all_gather`.
+        ImplementationError: as every op (`registry.pick`).
+    """
+    x = jnp.asarray(x)
+    if x.ndim != 2:
+        raise ShapeError(f"all_to_all: x has {x.ndim} dimensions, expected rows and columns")
+    _check_rows("all_to_all", x, axes, peers)
+    return _exchange((x,), "all_to_all", axes, 0, peers, channel, implementation)[0]
+
+
 def sum_to_owner(
     x: jax.Array, axes: Axes, *, peers: Peers | None = None, channel: int = 0, implementation: Choice = None
 ) -> jax.Array:
@@ -144,9 +171,7 @@ def sum_to_owner(
         ImplementationError: as every op (`registry.pick`).
     """
     x = _float_rows("sum_to_owner", x)
-    size = _size(axes, peers)
-    if x.shape[0] % size:
-        raise ShapeError(f"sum_to_owner: {x.shape[0]} rows do not divide by {size} devices")
+    _check_rows("sum_to_owner", x, axes, peers)
     return _exchange((x,), "sum_to_owner", axes, 0, peers, channel, implementation)[0]
 
 
@@ -183,12 +208,16 @@ def reference(arguments: ExchangeArguments) -> tuple[jax.Array, ...]:
     if not axes:
         return arguments.arrays
     if arguments.kind == "gather":
-        if arguments.dimension == 0 and len(arguments.arrays) > 1 and all(_of_bytes(x) for x in arguments.arrays):
+        several = arguments.dimension == 0 and len(arguments.arrays) > 1
+        small = sum(x.size * x.dtype.itemsize for x in arguments.arrays) <= ONE_COLLECTIVE_BYTES
+        if several and small and all(_of_bytes(x) for x in arguments.arrays):
             return _gather_rows(arguments.arrays, axes)
         return tuple(lax.all_gather(x, axes, axis=arguments.dimension, tiled=True) for x in arguments.arrays)
     (x,) = arguments.arrays
     if arguments.kind == "sum_to_all":
         return (sum_in_pairs(list(lax.all_gather(x, axes))),)
+    if arguments.kind == "all_to_all":
+        return (lax.all_to_all(x, axes, 0, 1, tiled=True),)
     size = lax.axis_size(axes)
     parts = lax.all_to_all(x.reshape(size, x.shape[0] // size, *x.shape[1:]), axes, 0, 0)
     return (sum_in_pairs(list(parts)),)
@@ -241,6 +270,13 @@ def _exchange(
     last = INT32_MAX if peers is None else peers.channels - 1
     channel = check_integer(f"{name}: channel", channel, 0, last, error=ShapeError)
     return run("exchange", ExchangeArguments(arrays, kind, names, dimension, peers, channel), choice)
+
+
+def _check_rows(op: str, x: jax.Array, axes: Axes, peers: Peers | None) -> None:
+    """Raises `ShapeError` unless the rows divide by the devices that exchange."""
+    size = _size(axes, peers)
+    if x.shape[0] % size:
+        raise ShapeError(f"{op}: {x.shape[0]} rows do not divide by {size} devices")
 
 
 def _size(axes: Axes, peers: Peers | None) -> int:

@@ -45,8 +45,8 @@ class Exchange:
     Args:
         mesh: of the devices.
         axes: a name or several; the devices along them exchange, each group for itself.
-        slot_bytes: the largest message, that is what a device sends to one other in a call, each array of it rounded up
-            to 16 bytes. Larger ones are for XLA's collectives.
+        slot_bytes: of the message that one launch moves, that is of what a device sends to one other in a call, each
+            array of it rounded up to 16 bytes. Larger messages take several launches.
         channels: calls that can be under way at the same time.
         packet_bytes: messages up to this many bytes travel as packets: twice the bytes, without a wait behind them.
         limit_s: how long a device waits for another one, in seconds. A first call waits for what the runtime of the

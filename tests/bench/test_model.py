@@ -263,6 +263,11 @@ def test_floors_of_a_device_among_two() -> None:
     assert heads["fp4"].flops == alone["fp4"].flops / 2 and heads["plain"] == alone["plain"]
     assert alone["head"].bytes - heads["head"].bytes == 129280 // 2 * 4096 * 2
     assert heads["head"].flops == alone["head"].flops / 2
+    long = (layout, [100] * 4, 1, 8192, model.Split(1, 2), 4096)
+    whole, shares = ({part.name: part for part in model_floors(*long, shared=shared)} for shared in (False, True))
+    assert shares["streams"].bytes == whole["streams"].bytes / 2 and shares["plain"].flops == whole["plain"].flops / 2
+    of_heads = 2 * 4096 * 4 * (32768 * 1024 + 8192 * 4096) // 2
+    assert shares["fp8"].flops - of_heads == (whole["fp8"].flops - of_heads) / 2
 
 
 def test_floors_of_prefill_are_those_of_its_tokens() -> None:

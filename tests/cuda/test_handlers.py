@@ -18,6 +18,7 @@ from dsv4_jax.cuda.widths import BF16_ROW
 from dsv4_jax.errors import ImplementationError
 from dsv4_jax.ops import (
     all_gather,
+    all_to_all,
     append,
     attend,
     dense_bf16,
@@ -145,6 +146,7 @@ def call_query_product():
 
 CALLS = {
     "all_gather": lambda: call_exchange(all_gather),
+    "all_to_all": lambda: call_exchange(all_to_all),
     "append": call_append,
     "attend": call_attend,
     "attend_rows": lambda: call_attend(BF16_ROW),

@@ -32,7 +32,7 @@ from dsv4_jax import (
 from dsv4_jax.cuda import attend as cuda_attend
 from dsv4_jax.errors import LayoutError, ShapeError
 from dsv4_jax.manager import StepShape
-from dsv4_jax.model.forward import GPU_DECODE_OPTIONS
+from dsv4_jax.model.forward import GPU_DECODE_OPTIONS, heard_layers
 from dsv4_jax.model.head import logits
 from dsv4_jax.model.numerics import linear
 from dsv4_jax.model.weights.deferred import Deferred, make
@@ -41,6 +41,7 @@ from dsv4_jax.model.weights.placement import device_bytes, device_specs
 from dsv4_jax.model.weights.quantised import FP8
 from dsv4_jax.model.weights.split import BLOCKS, Split, check_split
 from dsv4_jax.ops import registry
+from dsv4_jax.ops.exchange_buffers import open_exchanges
 
 from . import released, soak_mesh
 from .feeding import V4_WIDTHS
@@ -86,7 +87,9 @@ def mesh_of(data: int, tensor: int, explicit: bool = False) -> jax.sharding.Mesh
     return jax.make_mesh((data, tensor), ("data", "tensor"), (kind, kind), devices=jax.devices()[: data * tensor])
 
 
-def run(params: Any, layout: CacheLayout, names: list[str], shards: list[int], mesh: Any = None) -> Any:
+def run(
+    params: Any, layout: CacheLayout, names: list[str], shards: list[int], mesh: Any = None, peers: Any = ()
+) -> Any:
     """What each step gives, shards concatenated, and the cache: prompts in chunks, a verified draft, decode steps.
 
     Args:
@@ -106,7 +109,7 @@ def run(params: Any, layout: CacheLayout, names: list[str], shards: list[int], m
         scheduled = [[(r, min(r.num_pending, shape.tokens // 2)) for r in pair if r.num_pending] for pair in requests]
         plans = [m.plan_step(s, shape=shape, **reserved) for m, s in zip(managers, scheduled, strict=True)]
         tokens = np.concatenate([m.plan_tokens(p) for m, p in zip(managers, plans, strict=True)])
-        out, cache = compiled(name, mesh)(params, cache, stack_plans(plans), tokens)
+        out, cache = compiled(name, mesh, peers)(params, cache, stack_plans(plans), tokens)
         live = np.concatenate([p.seq_slot > 0 if name == "prefill" else p.token_slot > 0 for p in plans])
         outs.append(
             np.where(live if name == "loop" else live[:, None], np.asarray(out.tokens if name == "loop" else out), 0)
@@ -128,10 +131,10 @@ def run(params: Any, layout: CacheLayout, names: list[str], shards: list[int], m
 
 
 @functools.cache
-def compiled(name: str, mesh: Any) -> Any:
+def compiled(name: str, mesh: Any, peers: Any) -> Any:
     if mesh is None:
         return jax.jit(STEPS[name], donate_argnums=1)
-    return shard_step(STEPS[name], mesh, out_axis=int(name == "loop"))
+    return shard_step(STEPS[name], mesh, out_axis=int(name == "loop"), peers=peers)
 
 
 def check(params: model.Params, layout: CacheLayout, mesh: Any, *names: str) -> None:
@@ -143,8 +146,10 @@ def check(params: model.Params, layout: CacheLayout, mesh: Any, *names: str) -> 
     for device in mesh.devices.flat:
         held = [s.data.nbytes for x in jax.tree.leaves(spread) for s in x.addressable_shards if s.device == device]
         assert sum(held) == predicted
-    with jax.set_mesh(mesh):
-        outs, cache = run(spread, layout, list(names), shards, mesh)
+    with jax.set_mesh(mesh), open_exchanges(mesh) as opened:
+        outs, cache = run(spread, layout, list(names), shards, mesh, tuple(exchange.peers for exchange in opened))
+        for exchange in opened:
+            exchange.check()
     one = model.pack_layers(model.stack_projections(params))
     alone = [run(one, layout, list(names), [shard]) for shard in shards]
     assert all(np.isfinite(out).all() and np.ptp(out) > 0.1 for out in outs)
@@ -174,6 +179,58 @@ def test_weights_as_released_over_four_devices(numerics: Any) -> None:
     check(params, layout, mesh_of(2, 2), "forward")
 
 
+@pytest.mark.parametrize(
+    ("split", "names"), [((1, 2), ("prefill", "loop")), ((1, 2), ("forward",)), ((2, 2), ("prefill",))], ids=str
+)
+def test_tokens_of_a_long_step_are_shared_out(
+    monkeypatch: pytest.MonkeyPatch, split: tuple[int, int], names: tuple[str, ...]
+) -> None:
+    """In the released numerics, in every kind of layer; not those of the loop's steps, which are few."""
+    cfg = dataclasses.replace(RELEASED, layer_types=(SWA, CSA, HCA), num_hash_layers=1)
+    layout, kinds = CacheLayout(cfg, numerics="released"), list[str]()
+
+    def noted(op: str, arguments: Any, choice: Any) -> Any:
+        kinds.append(arguments.kind)
+        return registry.run(op, arguments, choice)
+
+    monkeypatch.setattr("dsv4_jax.ops.exchange.run", noted)
+    monkeypatch.setattr("dsv4_jax.model.weights.split.MIN_SHARED_TOKENS", 8)
+    compiled.cache_clear()
+    check(model.init_params(cfg, 0, "released", numerics="released"), layout, mesh_of(*split), *names)
+    assert kinds.count("all_to_all") == 3 and kinds.count("sum_to_all") == (3 if "loop" in names else 0)
+
+
+@pytest.mark.parametrize(("of_some", "ranks"), [(False, 1), (True, 1), (False, 2)])
+def test_all_devices_have_what_is_asked_of_shared_tokens(
+    monkeypatch: pytest.MonkeyPatch, of_some: bool, ranks: int
+) -> None:
+    """Residuals of all tokens or some, those that DSpark's stages hear, and the experts that tokens chose; also where
+    the devices share each request's blocks."""
+    cfg, mesh = dataclasses.replace(RELEASED, layer_types=(CSA, SWA)), mesh_of(1, 2)
+    layout = CacheLayout(cfg, numerics="released", key_split="context" if ranks > 1 else "throughput")
+    size = dataclasses.replace(SIZE, pool_ranks=ranks)
+    placed = cache_sharding(layout, mesh, pool_axis="tensor" if ranks > 1 else None)
+    params = model.init_params(cfg, 0, "released", numerics="released", mesh=mesh)
+    manager, wanted = KVCacheManager(layout, size), jnp.array([6, 0, 3, 7, 4], jnp.int32) if of_some else None
+    plan = manager.plan_step([(manager.admit_request([7, 9, 250, 4, 77, 8, 1, 30]), 8)])
+
+    def step(params: Any, cache: Any, plan: Any, tokens: jax.Array) -> tuple[Any, Any]:
+        begun = cache.begin(plan)
+        residual, after, experts, heard = heard_layers(params, begun, tokens, None, True, (0,), rows=wanted)
+        return (residual, experts, heard), after.finish()
+
+    def run() -> list[np.ndarray]:
+        cache = init_cache(layout, size, sharding=placed)
+        found, _ = shard_step(step, mesh)(params, cache, stack_plans([plan]), manager.plan_tokens(plan))
+        return [np.asarray(x, np.float32) for x in jax.tree.leaves(found)]
+
+    whole = run()
+    monkeypatch.setattr("dsv4_jax.model.weights.split.MIN_SHARED_TOKENS", 8)
+    for one, other in zip(run(), whole, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert [len(x) for x in whole] == [5 if of_some else 8] * 4 + [8] * 5
+
+
 def test_a_checkpoint_goes_to_the_devices_that_need_it(tmp_path: pathlib.Path) -> None:
     """As parameters that were read whole do, and no device holds more than is predicted."""
     params, mesh = model.init_params(F32, 0), mesh_of(2, 2)
@@ -198,6 +255,20 @@ def test_several_gpus_give_the_bits_of_one(split: tuple[int, int]) -> None:
     drawn, spread = model.init_params(WIDE, 0, "released", mesh=mesh), model.shard_params(WIDE, params, mesh)
     assert jax.tree.structure(drawn) == jax.tree.structure(spread)
     jax.tree.map(np.testing.assert_array_equal, drawn, spread)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("split", [(1, 2), (2, 2), (1, 4), (1, 8)])
+def test_gpus_that_share_out_tokens_give_the_bits_of_one(
+    monkeypatch: pytest.MonkeyPatch, split: tuple[int, int]
+) -> None:
+    if len(jax.devices()) < math.prod(split):
+        pytest.skip(f"needs {math.prod(split)} devices")
+    monkeypatch.setattr("dsv4_jax.model.weights.split.MIN_SHARED_TOKENS", 8)
+    compiled.cache_clear()
+    cfg = dataclasses.replace(WIDE, hidden_size=4096, hc_mult=4, index_topk=32)  # all sums over a row have kernels
+    params = model.init_params(cfg, 0, "released", numerics="released")
+    check(params, CacheLayout(cfg, numerics="released"), mesh_of(*split), "forward", "loop")
 
 
 @pytest.mark.gpu

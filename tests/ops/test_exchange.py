@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dsv4_jax.errors import ImplementationError, ShapeError
-from dsv4_jax.ops import all_gather, registry, sum_to_all, sum_to_owner
+from dsv4_jax.ops import all_gather, all_to_all, registry, sum_to_all, sum_to_owner
 from dsv4_jax.ops.exchange import ONE_SHOT_BYTES, Peers, sum_in_pairs, using
 
 from .op_test import OpTest
@@ -50,7 +50,7 @@ class ExchangeTest(OpTest):
         chosen = dict(peers=self.peers, implementation=self.implementation) | options
         return on_mesh(self.mesh, functools.partial(op, axes=self.axes, **chosen))
 
-    @pytest.mark.parametrize("rows", [1, 7, 64])
+    @pytest.mark.parametrize("rows", [1, 7, 64, 20_001])
     def test_gathers_arrays_of_all_types_at_once(self, rows: int) -> None:
         n, rng = self.mesh.size, np.random.default_rng(rows)
         shapes = {"bfloat16": (rows, 24), "float32": (rows, 3), "int32": (rows, 6), "uint8": (2 * rows, 5, 1)}
@@ -69,7 +69,16 @@ class ExchangeTest(OpTest):
         for device in range(n):
             np.testing.assert_array_equal(np.asarray(got)[device], np.concatenate(list(x), 1))
 
-    @pytest.mark.parametrize("shape", [(1, 4), (3, 5), (64, 513)])
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+    @pytest.mark.parametrize("shape", [(1, 16), (5, 16), (300, 2048)])
+    def test_own_rows_with_the_columns_of_all(self, shape: tuple[int, int], dtype: str) -> None:
+        n, rng = self.mesh.size, np.random.default_rng(shape[0])
+        x = values(rng, (n, n * shape[0], shape[1]), dtype)
+        got = np.asarray(self.call(all_to_all)(x))
+        np.testing.assert_array_equal(got.reshape(-1, got.shape[-1]), np.concatenate(list(x), 1))
+
+    # The last ones are more than a slot holds where there are slots, as those above are.
+    @pytest.mark.parametrize("shape", [(1, 4), (3, 5), (64, 513), (150, 2049)])
     def test_sums_have_the_bits_of_sums_in_pairs(self, shape: tuple[int, int]) -> None:
         n, rng = self.mesh.size, np.random.default_rng(shape[1])
         x = values(rng, (n, n * shape[0], shape[1])) * 10.0 ** rng.integers(-3, 3, (n, 1, 1))
@@ -148,6 +157,7 @@ def test_what_xla_cannot_take_for_bytes_is_gathered_too() -> None:
 def test_a_device_alone_has_its_own() -> None:
     x = jnp.ones((2, 3))
     assert all_gather((x,), ())[0].shape == sum_to_owner(x, ()).shape == sum_to_all(x, ()).shape == (2, 3)
+    assert all_to_all(x, ()).shape == (2, 3)
 
 
 def test_arguments_are_named() -> None:
@@ -163,6 +173,8 @@ def test_arguments_are_named() -> None:
         (lambda: sum_to_all(x.astype(jnp.bfloat16), "a"), r"x is bfloat16 \[3, 4\], expected float32"),
         (lambda: sum_to_all(x, ("a", "a")), r"axes are \('a', 'a'\), expected different names"),
         (lambda: sum_to_owner(x, "a", peers=peers), "sum_to_owner: 3 rows do not divide by 2 devices"),
+        (lambda: all_to_all(x, "a", peers=peers), "all_to_all: 3 rows do not divide by 2 devices"),
+        (lambda: all_to_all(x[0], "a", peers=peers), "all_to_all: x has 1 dimensions, expected rows and columns"),
     ):
         with pytest.raises(ShapeError, match=message):
             call()
@@ -177,7 +189,6 @@ def test_no_rows() -> None:
     [
         ([(4, 4)], {"peers": None}, "it needs peers, the mapped buffers of an ops.Exchange"),
         ([(4, 4)] * 5, {}, "it takes up to 4 arrays, not 5"),
-        ([(4, 64)] * 2, {}, r"it sends up to 1024 bytes to a device \(slot_bytes\), not 2048"),
         ([(4, 3)], {"dimension": 1}, "it joins runs of a multiple of 16 bytes along .*, not of 12"),
     ],
 )

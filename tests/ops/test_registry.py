@@ -153,7 +153,7 @@ EXAMPLES: dict[str, Callable[[], Iterator[Any]]] = {
     "entry_rows": lambda: (EntryRowsArguments(ints(2, keys), ints(2), ints(3, 4), 8, 16, 5) for keys in (1, 2**22 + 1)),
     "exchange": lambda: (  # of no axes: a device alone needs no mesh
         ExchangeArguments((floats(4, 8), floats(2, width)), kind, (), 1 if kind == "gather" else 0, peers, 0)
-        for kind in ("gather", "sum_to_owner", "sum_to_all")
+        for kind in ("gather", "all_to_all", "sum_to_owner", "sum_to_all")
         for width in (4, 3)
         for peers in (None, Peers(0, (), 2, 256, 1), Peers(0, (), 2, 64, 1))
     ),

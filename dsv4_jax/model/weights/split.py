@@ -4,6 +4,9 @@ The parameters of a layer say how they are split (`split_of`), so that a step in
 nothing. Along `data` every device has tokens of its own, along `tensor` all have the same ones and a share of the
 heads. The experts are split over both, so that bits depend on neither: a device computes its experts for all tokens,
 and what it sums up is a branch of the tree by which one device would add them (`ops.moe.ExpertSums`).
+
+In a step of many tokens the devices along `tensor` also share these out: what is computed of each token by itself, and
+by matrices that are whole on each of them, each computes of its own share.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from ...checks import shown
 from ...config import DSV4Config
 from ...errors import LayoutError
 from ...ops.moe import PARTS
+from ...ops.registry import Choice
 
 __all__ = [
     "ALONE",
@@ -43,6 +47,11 @@ DATA, TENSOR = "data", "tensor"  # axes of a mesh
 ORDER = (TENSOR, DATA)  # of the devices by their experts
 OF_HEADS, HEAD = ("wq_b", "wo_a", "attn_sink"), "head"  # parameters that are divided along `tensor`
 BLOCKS = 8  # of words, into which the head's product is cut: as many as there can be devices
+# Of a step whose tokens are shared out: of fewer, the exchanges that it takes more cost what the shares save.
+MIN_SHARED_TOKENS = 512
+# Of experts' sums that a device sends another one: of more XLA's collectives leave SMs for the shared expert beside
+# them, where the project's own takes all.
+LONG_BYTES = 8 << 20
 # Of a block, at most, where the matrix stays whole: smaller products of the same rows XLA merges into one again.
 WHOLE_BYTES = 2**25
 
@@ -84,20 +93,46 @@ class Split:
                 at = at * np.int32(size) + lax.axis_index(axis)
         return at * np.int32(here) if isinstance(at, jax.Array) else 0
 
-    def all_tokens(self, *rows: jax.Array) -> tuple[jax.Array, ...]:
-        """Gathers [T, n] each to [data * T, n], the rows of all data shards."""
+    def shares_tokens(self, tokens: int) -> bool:
+        """Whether devices along `tensor` share out so many tokens of a step, if products do not depend on how many."""
+        return self.tensor > 1 and tokens >= MIN_SHARED_TOKENS and not tokens % self.tensor
+
+    def own_share(self, rows: jax.Array) -> jax.Array:
+        """Returns this device's share [T / tensor, ...] of the rows [T, ...] of all tokens."""
+        count = rows.shape[0] // self.tensor
+        return lax.dynamic_slice_in_dim(rows, lax.axis_index(TENSOR) * np.int32(count), count)
+
+    def all_shares(self, *rows: jax.Array) -> tuple[jax.Array, ...]:
+        """Gathers [T / tensor, ...] each of this device's share to [T, ...]."""
+        return ops.all_gather(rows, TENSOR)
+
+    def all_tokens(self, *rows: jax.Array, shared: bool = False) -> tuple[jax.Array, ...]:
+        """Gathers [T, n] each to [data * T, n], the rows of all data shards. `shared`: given those of a share."""
+        rows = self.all_shares(*rows) if shared else rows
         return rows if self.data == 1 else ops.all_gather(rows, DATA)
 
-    def own_sums(self, sums: jax.Array) -> jax.Array:
-        """Sums [data * T, n] float32 of this device's experts to [T, n] of all experts, for this shard's tokens."""
+    def own_sums(self, sums: jax.Array, *, shared: bool = False) -> jax.Array:
+        """Sums [data * T, n] float32 of this device's experts to [T, n] of all experts, for this shard's tokens;
+        `shared`: to [T / tensor, n] for this device's share of them."""
         if self.data > 1:
-            sums = ops.sum_to_owner(sums, DATA)
+            sums = ops.sum_to_owner(sums, DATA, implementation=_beside(sums.nbytes // self.data))
+        if shared:
+            return ops.sum_to_owner(sums, TENSOR, implementation=_beside(sums.nbytes // self.tensor))
         return ops.sum_to_all(sums, TENSOR) if self.tensor > 1 else sums
 
     def all_columns(self, x: jax.Array, channel: int = 0) -> jax.Array:
         """Gathers [T, n] of this device's heads, or of its words, to [T, tensor * n] of all. `channel`: of the
         exchange."""
         return x if self.tensor == 1 else ops.all_gather((x,), TENSOR, dimension=1, channel=channel)[0]
+
+    def own_share_of_columns(self, x: jax.Array) -> jax.Array:
+        """Sends [T, n] of this device's heads to where the tokens are: [T / tensor, tensor * n] of this one's share."""
+        return ops.all_to_all(x, TENSOR)
+
+
+def _beside(message: int) -> Choice:
+    """Returns the implementation of an exchange that the shared expert runs beside."""
+    return "xla" if message > LONG_BYTES else None
 
 
 ALONE = Split()
