@@ -14,10 +14,10 @@ namespace dsv4 {
 constexpr int kWordGroups = kE4m3Columns / kWeightGroup;  // of 32 columns, in a tile
 // The last byte of a row's scales: one counts for 128 columns; one counts for all columns of the row, in all rows.
 constexpr uint32_t kWidened = 0xFF, kOneScale = 0xFE;
-constexpr int kLeastTable = -8;      // 2^k times e2m1 numbers are e4m3 ones from k = -8 to 6
+constexpr int kLeastTable = -8;  // 2^k times e2m1 numbers are e4m3 ones from k = -8 to 6
 constexpr int kTables = 16;
 constexpr uint32_t kTablesBytes = kTables * sizeof(uint2);  // they lie at a multiple of it
-constexpr int kNoFactor = -kLeastTable;  // the table of k = 0
+constexpr int kNoFactor = -kLeastTable;                     // the table of k = 0
 
 // The e4m3 codes of the eight magnitudes of e2m1 times 2^k, eight bytes: of table k - kLeastTable.
 __device__ __forceinline__ uint2 widening_table(int index) {
