@@ -143,6 +143,8 @@ def test_logprobs(stand):
         ({"suffix": "end"}, "suffix", 400),
         ({"guided_json": {"type": "object"}}, "guided_json", 400),
         ({"structured_outputs": {"regex": "a"}}, "structured_outputs", 400),
+        ({"regex": "a"}, "regex", 400),
+        ({"ebnf": 'root ::= "a"'}, "ebnf", 400),
         ({"response_format": {"type": "xml"}}, "response_format", 400),
         ({"response_format": "json_object"}, "response_format", 400),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}}, "response_format", 400),
