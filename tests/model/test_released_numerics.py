@@ -290,15 +290,16 @@ def served_and_scored(
         for i in range(requests)
     ]
     columns = layout.blocks_for(longest + longest // 2 + 8)
-    size = CacheSize(2 * columns + 2, 6, columns, num_snapshots=4)
+    size = CacheSize(columns + 3, 6, columns, num_snapshots=4)
     split = {} if mesh is None else dict(mesh=mesh)
-    held = params if mesh is None else model.shard_params(cfg, params, mesh)
+    one = model.pack_layers(model.stack_projections(params))  # as `shard_params` does: then matrices are the same
+    held = one if mesh is None else model.shard_params(cfg, params, mesh)
     steps = dict(chunk_tokens=longest // 2, prefill_tokens=(24,), decode_rows=(1, 3), decode_steps=2)
     with Engine.of(held, layout, size, drafts=drafts, **steps, **split) as serving:
         answers = [samples[0] for samples in serving.run(prompts)]
         stats = serving.stats()
     texts = [list(prompt.tokens) + answer.tokens for prompt, answer in zip(prompts, answers, strict=True)]
-    with Engine.of(params, layout, CacheSize(columns + 1, 2, columns), chunk_tokens=longest * 7 // 4) as scoring:
+    with Engine.of(one, layout, CacheSize(columns + 1, 2, columns), chunk_tokens=longest * 7 // 4) as scoring:
         scores = scoring.score(texts)
     tails = [np.array(score.logprobs[-len(answer.tokens) :]) for score, answer in zip(scores, answers, strict=True)]
     for i, (score, answer) in enumerate(zip(tails, answers, strict=True)):

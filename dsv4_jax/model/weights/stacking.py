@@ -64,7 +64,9 @@ jax.tree_util.register_dataclass(Stacked, data_fields=["weight"], meta_fields=["
 def stack_projections(params: Params) -> Params:
     """Returns the same parameters with the matrices of each group stacked (a copy): what to decode with.
 
-    `save_hf` and `forward_uncached` take the parameters as they were.
+    `save_hf` and `forward_uncached` take the parameters as they were. How a sum over a row is cut depends on the
+    matrix, so that the last bits of products may differ from those of the parameters as they were, in the released
+    numerics, too.
 
     Raises:
         ShapeError: FP8 matrices do not lie one above the other, for their scales span 128 rows.
