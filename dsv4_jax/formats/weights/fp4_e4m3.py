@@ -4,10 +4,9 @@ An e2m1 number times 2^k is an e4m3 number for k from -8 to 6. So 128 columns of
 with a scale each, are e4m3 codes with one scale, 2^-6 times the greatest, if those of their groups that are not all
 zeros lie within 2^14 of each other (`spans`). Then a product adds up 128 columns before it is scaled, as of FP8
 weights. Of a matrix in which one row's 128 columns span more none does so: all its products add up 32 columns before
-they are scaled, which is exact for any scales, has other bits and takes longer. Where all columns of each row lie
-within 2^11, as those of released weights do, a row has one scale for all of them: its codes stay normal numbers, so
-that the bits are the same, and products are scaled once, at the end. `pack` decides it, of each matrix by itself and of
-what is in it alone.
+they are scaled, which is exact for any scales, has other bits and takes longer. Where all columns of each row of a
+matrix lie within 2^11, a row has one scale for all of them: its codes stay normal numbers, so that the bits are the
+same, and products are scaled once, at the end. `pack` decides it, of each matrix by itself and of what is in it alone.
 
 A tile is 64 rows x 128 columns, `TILE_BYTES`, as that of `fp4` is:
 
