@@ -147,9 +147,9 @@ def all_to_all(
         ShapeError: x is no matrix, its rows do not divide by n, or as `all_gather`.
         ImplementationError: as every op (`registry.pick`).
     """
+    if np.ndim(x) != 2:  # of None, for one, 0
+        raise ShapeError(f"all_to_all: x has {np.ndim(x)} dimensions, expected rows and columns")
     x = jnp.asarray(x)
-    if x.ndim != 2:
-        raise ShapeError(f"all_to_all: x has {x.ndim} dimensions, expected rows and columns")
     _check_rows("all_to_all", x, axes, peers)
     return _exchange((x,), "all_to_all", axes, 0, peers, channel, implementation)[0]
 
@@ -194,6 +194,7 @@ def sum_to_all(
         ImplementationError: as every op (`registry.pick`).
     """
     x = _float_rows("sum_to_all", x)
+    _check_peers("sum_to_all", peers)
     how: Any = dict(axes=axes, peers=peers, channel=channel, implementation=implementation)
     if x.size * x.dtype.itemsize <= ONE_SHOT_BYTES or (size := _size(axes, peers)) <= 2:
         return _exchange((x,), "sum_to_all", axes, 0, peers, channel, implementation)[0]
@@ -263,6 +264,7 @@ def _exchange(
 ) -> tuple[jax.Array, ...]:
     name = "all_gather" if kind == "gather" else kind
     names = _names(axes)
+    _check_peers(name, peers)
     if peers is None:
         peers = next((known for known in _IN_USE.get() if known.axes == names), None)
     if peers is not None and peers.axes != names:
@@ -274,9 +276,15 @@ def _exchange(
 
 def _check_rows(op: str, x: jax.Array, axes: Axes, peers: Peers | None) -> None:
     """Raises `ShapeError` unless the rows divide by the devices that exchange."""
+    _check_peers(op, peers)
     size = _size(axes, peers)
     if x.shape[0] % size:
         raise ShapeError(f"{op}: {x.shape[0]} rows do not divide by {size} devices")
+
+
+def _check_peers(op: str, peers: Any) -> None:
+    if peers is not None:
+        Check(op).given("peers", peers, Peers)
 
 
 def _size(axes: Axes, peers: Peers | None) -> int:

@@ -6,7 +6,9 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from ..errors import ShapeError
 from ..formats.activations import ROW_BLOCK, quantise_rows
 from ..formats.scaling import e4m3_values, grouped, power_of_two
 
@@ -42,8 +44,11 @@ class RoundedRows:
         """Rounds float rows [T, K].
 
         Raises:
-            ShapeError: K is no multiple of 128.
+            ShapeError: x is no matrix, or K no multiple of 128.
         """
+        if np.ndim(x) != 2:
+            raise ShapeError(f"RoundedRows: x has {np.ndim(x)} dimensions, expected rows and columns")
+        x = jnp.asarray(x)
         codes, scales = quantise_rows(x)
         factors = power_of_two(scales.astype(jnp.int32) - 127)
         return cls(codes, jnp.pad(factors.T, [(0, 0), (0, -x.shape[0] % PITCH)]))

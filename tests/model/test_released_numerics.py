@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -23,6 +24,8 @@ from dsv4_jax.model.moe import moe
 from dsv4_jax.model.numerics import linear, product
 from dsv4_jax.model.released import as_released, is_released
 from dsv4_jax.model.uncached import forward_uncached
+from dsv4_jax.model.weights.params import param_specs
+from dsv4_jax.model.weights.placement import device_specs
 from dsv4_jax.model.weights.quantised import Quantised
 from dsv4_jax.ops import registry
 from dsv4_jax.ops.hyper_connection import Written, connection_vector, hyper_connection
@@ -270,6 +273,12 @@ def test_bits_depend_on_no_executable(monkeypatch: pytest.MonkeyPatch) -> None:
     assert different == 0 and not any(stored.values()) and where == "no op", said
 
 
+def of_one_device(params: model.Params) -> model.Params:
+    """What is on one device as `shard_params` puts it on several: a stack of matrices may have another kernel than each
+    of them has, whose sums have another order."""
+    return model.pack_layers(model.stack_projections(params))
+
+
 def served_and_scored(
     cfg: DSV4Config, *, requests: int, longest: int, drafts: int, mesh: jax.sharding.Mesh | None
 ) -> tuple[list[Completion], list[np.ndarray], EngineStats]:
@@ -292,14 +301,14 @@ def served_and_scored(
     columns = layout.blocks_for(longest + longest // 2 + 8)
     size = CacheSize(columns + 3, 6, columns, num_snapshots=4)
     split = {} if mesh is None else dict(mesh=mesh)
-    one = model.pack_layers(model.stack_projections(params))  # as `shard_params` does: then matrices are the same
-    held = one if mesh is None else model.shard_params(cfg, params, mesh)
+    alone = of_one_device(params)
+    held = alone if mesh is None else model.shard_params(cfg, params, mesh)
     steps = dict(chunk_tokens=longest // 2, prefill_tokens=(24,), decode_rows=(1, 3), decode_steps=2)
     with Engine.of(held, layout, size, drafts=drafts, **steps, **split) as serving:
         answers = [samples[0] for samples in serving.run(prompts)]
         stats = serving.stats()
     texts = [list(prompt.tokens) + answer.tokens for prompt, answer in zip(prompts, answers, strict=True)]
-    with Engine.of(one, layout, CacheSize(columns + 1, 2, columns), chunk_tokens=longest * 7 // 4) as scoring:
+    with Engine.of(alone, layout, CacheSize(columns + 1, 2, columns), chunk_tokens=longest * 7 // 4) as scoring:
         scores = scoring.score(texts)
     tails = [np.array(score.logprobs[-len(answer.tokens) :]) for score, answer in zip(scores, answers, strict=True)]
     for i, (score, answer) in enumerate(zip(tails, answers, strict=True)):
@@ -308,6 +317,29 @@ def served_and_scored(
             print(f"request {i}, {len(prompts[i].tokens)} tokens: {differs.sum()} of {len(score)} differ, from "
                   f"{differs.argmax()} on, by {apart[differs.argmax()]:.1e}, at most {apart.max():.1e}")  # fmt: skip
     return answers, tails, stats
+
+
+def test_scores_are_compared_of_the_same_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With bfloat16 matrices, of which some had the kernel of few rows where they were apart: 104 of 2,385
+    log-probabilities of a mesh, whose devices have them stacked, were not those of one GPU."""
+    cfg, given = dataclasses.replace(GPU_CFG, num_mtp_layers=1, vocab_size=512), list[tuple[int, ...]]()
+    layout, size = CacheLayout(cfg, numerics="released"), CacheSize(8, 2, 4)
+    cache = jax.eval_shape(lambda: init_cache(layout, size))
+    manager = KVCacheManager(layout, size)
+    plan = manager.plan_step([(manager.admit_request([5] * 8), 8)])
+
+    def noted(op: str, arguments: Any, choice: Any) -> Any:
+        given.append(arguments.weights.shape)
+        return registry.run(op, arguments, choice)
+
+    def products(params: model.Params) -> list[tuple[int, ...]]:
+        given.clear()
+        jax.eval_shape(model.forward, params, cache, plan, jax.ShapeDtypeStruct((8,), jnp.int32))
+        return [*given]
+
+    monkeypatch.setattr(sys.modules["dsv4_jax.ops.dense_bf16"], "run", noted)
+    loaded = param_specs(cfg, "released", numerics="released")
+    assert products(jax.eval_shape(of_one_device, loaded)) == products(device_specs(cfg, numerics="released"))
 
 
 @pytest.mark.gpu

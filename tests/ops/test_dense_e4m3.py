@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from dsv4_jax.errors import ShapeError
 from dsv4_jax.formats.activations import quantise_rows
 from dsv4_jax.formats.weights.fp8_e4m3 import pack
 from dsv4_jax.ops import dense_e4m3
@@ -100,6 +101,13 @@ class DenseE4m3Test(DenseTest):
 
 class TestDenseE4m3(DenseE4m3Test):
     implementation = "xla"
+
+
+@pytest.mark.parametrize("shape", [(), (128,), (2, 3, 128), (2, 200)])
+def test_only_rows_are_rounded(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ShapeError, match=f"x has {len(shape)} dimensions|rows have 200 columns"):
+        RoundedRows.of(jnp.ones(shape))
+    assert RoundedRows.of(np.ones((2, 128)).tolist()).shape == (2, 128)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["groups", "four_parts"])

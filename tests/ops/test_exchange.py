@@ -175,6 +175,11 @@ def test_arguments_are_named() -> None:
         (lambda: sum_to_owner(x, "a", peers=peers), "sum_to_owner: 3 rows do not divide by 2 devices"),
         (lambda: all_to_all(x, "a", peers=peers), "all_to_all: 3 rows do not divide by 2 devices"),
         (lambda: all_to_all(x[0], "a", peers=peers), "all_to_all: x has 1 dimensions, expected rows and columns"),
+        (lambda: all_to_all(None, "a", peers=peers), "all_to_all: x has 0 dimensions, expected rows and columns"),
+        (lambda: all_gather((x,), "a", peers=5), "all_gather: peers is 5, expected Peers"),
+        (lambda: all_to_all(x, "a", peers=5), "all_to_all: peers is 5, expected Peers"),
+        (lambda: sum_to_owner(x, "a", peers=5), "sum_to_owner: peers is 5, expected Peers"),
+        (lambda: sum_to_all(jnp.ones((1, 1 << 18)), "a", peers=5), "sum_to_all: peers is 5, expected Peers"),
     ):
         with pytest.raises(ShapeError, match=message):
             call()
