@@ -81,10 +81,7 @@ __device__ __forceinline__ void finish(const QueryArgs& args, Float4 (&x)[kWidth
 
 __device__ __forceinline__ Float4 load_projected(const float* p) { return load4_constant(p); }
 __device__ __forceinline__ Float4 load_projected(const __nv_bfloat16* p) {
-  constexpr uint32_t kUpper = 0xFFFF0000u;
-  const uint2 v = __ldg(reinterpret_cast<const uint2*>(p));
-  return {{__uint_as_float(v.x << 16), __uint_as_float(v.x & kUpper), __uint_as_float(v.y << 16),
-           __uint_as_float(v.y & kUpper)}};
+  return of_bf16(__ldg(reinterpret_cast<const uint2*>(p)));
 }
 
 // A warp takes kRows rows, which are of one token.

@@ -18,6 +18,10 @@ constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 __device__ __forceinline__ float of_exponent_field(uint32_t field) { return __uint_as_float(field << kFloatMantissa); }
 __device__ __forceinline__ float power_of_two(int k) { return of_exponent_field(static_cast<uint32_t>(k + kBias)); }
 
+// The two bfloat16 numbers of a word.
+__device__ __forceinline__ float lower_bf16(uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float upper_bf16(uint32_t pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+
 // Larger for larger numbers; NaN is the largest. Zero is no number's.
 __device__ __forceinline__ uint32_t in_order(float x) {
   if (x != x) return ~0u;

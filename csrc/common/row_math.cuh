@@ -28,12 +28,10 @@ __device__ __forceinline__ Float4 load4(const float* p) {
   const float4 v = *reinterpret_cast<const float4*>(p);
   return {{v.x, v.y, v.z, v.w}};
 }
-__device__ __forceinline__ Float4 load4(const __nv_bfloat16* p) {
-  constexpr uint32_t kUpper = 0xFFFF0000u;
-  const uint2 v = *reinterpret_cast<const uint2*>(p);
-  return {{__uint_as_float(v.x << 16), __uint_as_float(v.x & kUpper), __uint_as_float(v.y << 16),
-           __uint_as_float(v.y & kUpper)}};
+__device__ __forceinline__ Float4 of_bf16(uint2 v) {
+  return {{lower_bf16(v.x), upper_bf16(v.x), lower_bf16(v.y), upper_bf16(v.y)}};
 }
+__device__ __forceinline__ Float4 load4(const __nv_bfloat16* p) { return of_bf16(*reinterpret_cast<const uint2*>(p)); }
 // For what no thread of the launch writes.
 __device__ __forceinline__ Float4 load4_constant(const float* p) {
   const float4 v = __ldg(reinterpret_cast<const float4*>(p));

@@ -50,6 +50,18 @@ inline int e4m3_parts(int weight_rows, int columns) {
   return parts;
 }
 
+// Sums begin.
+template <int kCount>
+__device__ __forceinline__ void clear(float (&sums)[kCount]) {
+#pragma unroll
+  for (float& x : sums) x = 0;
+}
+template <int kRows, int kCount>
+__device__ __forceinline__ void clear(float (&sums)[kRows][kCount]) {
+#pragma unroll
+  for (auto& one : sums) clear(one);
+}
+
 // d[64 x N] (+)= A[64 x 32] B[32 x N] of e4m3, both K-major in shared memory. `accumulate` 0 overwrites d.
 template <int kN>
 __device__ __forceinline__ void mma_e4m3(float (&d)[kN / 2], uint64_t a, uint64_t b, int accumulate);

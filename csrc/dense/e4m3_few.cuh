@@ -101,13 +101,8 @@ __device__ __forceinline__ void multiply_few(float (&total)[Shape::kRows / 2], S
                                              int lane) {
   constexpr int kRun = Shape::kRun;
   float sum[kRun][Shape::kRows / 2];
-#pragma unroll
-  for (float& x : total) x = 0;
-#pragma unroll
-  for (auto& one : sum) {
-#pragma unroll
-    for (float& x : one) x = 0;
-  }
+  clear(total);
+  clear(sum);
   Stage stage = {0, 0};
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {

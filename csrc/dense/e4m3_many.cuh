@@ -285,8 +285,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     const uint32_t a = k_major_low(rows + own_rows * kE4m3Columns), b = k_major_low(weights);
     float total[Shape::kProducts][Shape::kSums], sum[Shape::kSums];
     [[maybe_unused]] float parked[Shape::kParked ? Shape::kSums : 1];
-#pragma unroll
-    for (float& x : sum) x = 0;
+    clear(sum);
     Stage stage = {0, 0};
     for (int index = first; index < tiling.count(); index += apart) {
       const E4m3Place place = place_of<Shape>(tiling, index, share);
@@ -299,11 +298,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
       }
 #pragma unroll 1
       for (int turn = 0; turn < turns; ++turn) {
-#pragma unroll
-        for (auto& one : total) {
-#pragma unroll
-          for (float& x : one) x = 0;
-        }
+        clear(total);
 #pragma unroll 1
         for (int block = 0; block < part_blocks; ++block) {
           float factor[Shape::kAcross], of_rows[Shape::kDown][2];

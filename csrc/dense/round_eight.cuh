@@ -29,16 +29,14 @@ __device__ __forceinline__ uint32_t greater_magnitudes(uint32_t most, uint32_t p
 
 // The exponent of a scale, from the greatest magnitudes of even and of odd numbers that share it.
 __device__ __forceinline__ int round_exponent(uint32_t most) {
-  constexpr uint32_t kUpper = 0xFFFF0000u;
   constexpr float kMostBf16 = 0x1.FEp127f;  // as which infinity counts
-  const float amax = fmaxf(__uint_as_float(most << 16), __uint_as_float(most & kUpper));
+  const float amax = fmaxf(lower_bf16(most), upper_bf16(most));
   return scale_exponent(fminf(fmaxf(amax, kRoundFloor), kMostBf16), kE4m3Limit);
 }
 
 // Two codes of bf16 times `factor`, a power of two; of NaN those of NaN.
 __device__ __forceinline__ uint32_t e4m3_pair(uint32_t pair, float factor) {
-  constexpr uint32_t kUpper = 0xFFFF0000u;
-  const float2 x = make_float2(__uint_as_float(pair << 16) * factor, __uint_as_float(pair & kUpper) * factor);
+  const float2 x = make_float2(lower_bf16(pair) * factor, upper_bf16(pair) * factor);
   uint32_t codes = __nv_cvt_float2_to_fp8x2(x, __NV_SATFINITE, __NV_E4M3);
   if (x.x != x.x) codes = (codes & 0xFF00u) | kE4m3NaN;
   if (x.y != x.y) codes = (codes & 0x00FFu) | kE4m3NaN << kE4m3Bits;

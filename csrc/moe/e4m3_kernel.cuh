@@ -266,13 +266,8 @@ __device__ __forceinline__ void multiply_one_scale(float (&total)[Shape::kDown][
   constexpr int kTiles = Shape::kRun * Shape::kDown;  // a stage's
   static_assert(kTiles % 2 == 0, "so that a tile's operand is always of the same registers");
   float sum[kN / 2];
-#pragma unroll
-  for (float& x : sum) x = 0;
-#pragma unroll
-  for (auto& one : total) {
-#pragma unroll
-    for (float& x : one) x = 0;
-  }
+  clear(sum);
+  clear(total);
   const auto tile_of = [&](int t) {
     return ring.weights_of(t % Shape::kDown * Shape::kGroups + group, t / Shape::kDown);
   };
@@ -326,13 +321,8 @@ template <typename Shape, int kN, bool kIsWidened>
 __device__ __forceinline__ void multiply_e4m3(float (&total)[Shape::kDown][kN / 2], E4m3Ring<Shape>& ring, int steps,
                                               int group, int thread) {
   float sum[kN / 2];
-#pragma unroll
-  for (float& x : sum) x = 0;
-#pragma unroll
-  for (auto& one : total) {
-#pragma unroll
-    for (float& x : one) x = 0;
-  }
+  clear(sum);
+  clear(total);
 #pragma unroll 1
   for (int step = 0; step < steps; ++step, ring.next()) {
     barrier_wait(ring.full(), ring.stage.phase);
@@ -376,8 +366,8 @@ __device__ __forceinline__ float smaller(float a, float b) {
 // share. Each step rounded by itself. What is below 2^-100 is zero once it is rounded to e4m3.
 __device__ __forceinline__ float shared_swiglu(float gate, float up, float limit, float share) {
   const uint32_t both = bf16_pair(gate, up);  // at once: a conversion of one number takes four times as long
-  gate = smaller(__uint_as_float(both << 16), limit);
-  up = -smaller(-smaller(__uint_as_float(both & 0xFFFF0000u), limit), limit);
+  gate = smaller(lower_bf16(both), limit);
+  up = -smaller(-smaller(upper_bf16(both), limit), limit);
   const float e = exact_exp(-fabsf(gate));
   const float silu = divided(gate < 0 ? __fmul_rn(gate, e) : gate, __fadd_rn(1.f, e));
   return __fmul_rn(__fmul_rn(silu, up), share);

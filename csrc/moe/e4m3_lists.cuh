@@ -224,7 +224,7 @@ struct RoundedParts {
     uint32_t pairs[kOwn / 2];
     __device__ __forceinline__ float operator()(float sum, int c) const { return sum + first(c); }
     __device__ __forceinline__ float first(int c) const {
-      return __uint_as_float(c % 2 == 0 ? pairs[c / 2] << 16 : pairs[c / 2] & 0xFFFF0000u);
+      return c % 2 == 0 ? lower_bf16(pairs[c / 2]) : upper_bf16(pairs[c / 2]);
     }
   };
   __device__ __forceinline__ static Addend addend(const Words& x, float /*share*/) { return {{x.x, x.y, x.z, x.w}}; }

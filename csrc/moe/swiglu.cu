@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include "common/handler.h"
+#include "common/numbers.cuh"
 #include "common/overlap.cuh"
 
 namespace dsv4 {
@@ -33,8 +34,7 @@ __device__ __forceinline__ float2 swiglu_pair(const uint32_t (&words)[4], int i,
   return make_float2(__uint_as_float(words[i]), __uint_as_float(words[i + 1]));
 }
 __device__ __forceinline__ float2 swiglu_pair(const uint32_t (&words)[4], int i, __nv_bfloat16) {
-  constexpr uint32_t kUpper = 0xFFFF0000u;
-  return make_float2(__uint_as_float(words[i / 2] << 16), __uint_as_float(words[i / 2] & kUpper));
+  return make_float2(lower_bf16(words[i / 2]), upper_bf16(words[i / 2]));
 }
 
 template <typename Number>

@@ -202,7 +202,6 @@ __device__ __forceinline__ void serve_back(const HyperArgs& args, const HyperSha
 struct Four {
   float x[4];
 };
-constexpr uint32_t kUpperHalf = 0xFFFF0000u;
 // What streams of this type hold of the numbers.
 template <typename Stream>
 __device__ __forceinline__ void round_four(Four& v) {
@@ -211,7 +210,7 @@ __device__ __forceinline__ void round_four(Four& v) {
     for (int i = 0; i < 4; i += 2) {
       const __nv_bfloat162 pair = __floats2bfloat162_rn(v.x[i], v.x[i + 1]);
       const uint32_t bits = reinterpret_cast<const uint32_t&>(pair);
-      v.x[i] = __uint_as_float(bits << 16), v.x[i + 1] = __uint_as_float(bits & kUpperHalf);
+      v.x[i] = lower_bf16(bits), v.x[i + 1] = upper_bf16(bits);
     }
   }
 }
@@ -239,8 +238,8 @@ __device__ __forceinline__ void load_runs(Runs<kCount>& x, const __nv_bfloat16* 
     const uint32_t words[2 * kHyperRuns] = {v.x, v.y, v.z, v.w};
 #pragma unroll
     for (int i = 0; i < 2 * kHyperRuns; ++i) {
-      x[i / 2][j].x[i % 2 * 2] = __uint_as_float(words[i] << 16);
-      x[i / 2][j].x[i % 2 * 2 + 1] = __uint_as_float(words[i] & kUpperHalf);
+      x[i / 2][j].x[i % 2 * 2] = lower_bf16(words[i]);
+      x[i / 2][j].x[i % 2 * 2 + 1] = upper_bf16(words[i]);
     }
   }
 }

@@ -4,6 +4,7 @@
 
 #include "common/handler.h"
 #include "common/lanes.cuh"
+#include "common/numbers.cuh"
 #include "common/overlap.cuh"
 
 namespace dsv4 {
@@ -21,10 +22,8 @@ struct NormArgs {
 
 __device__ __forceinline__ float4 four_of(const float* x) { return *reinterpret_cast<const float4*>(x); }
 __device__ __forceinline__ float4 four_of(const __nv_bfloat16* x) {
-  constexpr uint32_t kUpper = 0xFFFF0000u;
   const uint2 v = *reinterpret_cast<const uint2*>(x);
-  return make_float4(__uint_as_float(v.x << 16), __uint_as_float(v.x & kUpper), __uint_as_float(v.y << 16),
-                     __uint_as_float(v.y & kUpper));
+  return make_float4(lower_bf16(v.x), upper_bf16(v.x), lower_bf16(v.y), upper_bf16(v.y));
 }
 
 // A block a row. A thread keeps its columns, four a load.

@@ -27,9 +27,6 @@ constexpr int kStoreOwn = 8;                          // values of a lane and st
 constexpr int kStoreStep = kLanes * kStoreOwn, kStoreMaxSteps = 8, kStoreMaxWidth = kStoreMaxSteps * kStoreStep;
 constexpr float kStoreFloor = 1e-4f;  // no scale is made of a smaller magnitude
 
-__device__ __forceinline__ float upper_bf16(uint32_t pair) { return __uint_as_float(pair & 0xFFFF0000u); }
-__device__ __forceinline__ float lower_bf16(uint32_t pair) { return __uint_as_float(pair << 16); }
-
 // Codes of two values times `factor`, all finite and none above the greatest code.
 __device__ __forceinline__ uint32_t finite_codes(uint32_t pair, float factor) {
   return __nv_cvt_float2_to_fp8x2({lower_bf16(pair) * factor, upper_bf16(pair) * factor}, __NV_SATFINITE, __NV_E4M3);
